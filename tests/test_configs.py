@@ -11,9 +11,8 @@ import pytest
 import yaml
 from accelerate import FullyShardedDataParallelPlugin
 
-from qerl_trl.memory.cards import CARDS
 from qerl_trl.memory.formulas import ModelBytes, engine_kv_bytes, predicted_bytes, shape_of
-from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
+from qerl_trl.memory.plan import CARDS, GIB, Gpu, MemoryPlan, plan_run
 from qerl_trl.memory.workload import workload_of_file
 from tests.shapes import FOURTEEN_B, NEWER, SEVEN_B, THIRTY_TWO_B, THREE_B
 

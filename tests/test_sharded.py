@@ -30,7 +30,7 @@ from qerl_trl.publish.load import load_policy
 from qerl_trl.rollout.placement import settle_optimizer
 from qerl_trl.rollout.supported import check_given
 from qerl_trl.support.names import full_tensor, is_sharded
-from qerl_trl.update.budget import TokenBudget
+from qerl_trl.update.batches import TokenBudget
 from tests.faults.tiny_runs import PROMPTS, spread_reward, tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.tiny_models import make_tiny_config

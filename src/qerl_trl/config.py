@@ -9,17 +9,16 @@ import copy
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl import GRPOConfig, RLOOConfig
 
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
-from .rollout.placement import fsdp_version
-from .rollout.supported import check_options
-from .support import ranges, secrets
-from .support.distributed import patience
+from .support import secrets
+from .support.distributed import fsdp_version, patience
+from .support.options import check_options
 from .support.trl import OnlineConfig
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,58 @@ _CHOICES = {
 }
 
 
+class Range(NamedTuple):
+    """`least`: the smallest value; with `above` only what is larger. `none`: whether None leaves the number out."""
+
+    least: float
+    whole: bool = True
+    none: bool = False
+    above: bool = False
+
+    def __str__(self) -> str:
+        number = f"{'an integer' if self.whole else 'a number'} {'>' if self.above else '>='} {self.least:g}"
+        return number + ", or None" * self.none
+
+    def holds(self, value: Any) -> bool:
+        if value is None:
+            return self.none
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        return value > self.least if self.above else value >= self.least  # NaN is neither
+
+
+def _check_ranges(values: dict[str, Any], table: dict[str, Range], where: str = "") -> None:
+    for name, allowed in table.items():
+        if name in values and not allowed.holds(values[name]):
+            raise ValueError(f"{where}{name}={values[name]!r} is out of range. Pass {allowed}.")
+
+
+_COUNT, _COUNT_OR_NONE = Range(1), Range(1, none=True)
+#: of TRL's fields (RLOO has not all of them), by which its configuration divides
+_COUNTS = {
+    "per_device_train_batch_size": _COUNT, "gradient_accumulation_steps": _COUNT, "num_generations": _COUNT, "num_iterations": _COUNT,
+    "max_completion_length": _COUNT, "steps_per_generation": _COUNT_OR_NONE, "generation_batch_size": _COUNT_OR_NONE,
+    "updates_per_rollout": _COUNT_OR_NONE,
+}  # fmt: skip
+_RANGES = {
+    "rollout_probe_steps": Range(0),
+    "zero_advantage_patience": _COUNT,
+    "rollout_timeout": Range(0, whole=False, none=True),
+    "reward_timeout": Range(0, whole=False, none=True, above=True),
+    "rollout_mismatch_threshold": Range(0, whole=False, none=True, above=True),
+}
+#: of `vllm_engine_kwargs`, by which memory is planned
+_RANGES_OF_AN_ENGINE = {
+    "max_num_seqs": _COUNT_OR_NONE,
+    "max_num_batched_tokens": _COUNT_OR_NONE,
+    "kv_cache_memory_bytes": _COUNT_OR_NONE,
+    "gpu_memory_utilization": Range(0, whole=False, none=True, above=True),
+}
+_MAPPINGS = (
+    "vllm_engine_kwargs", "generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs",
+)  # fmt: skip
+
+
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
@@ -50,9 +101,8 @@ class QeRLArguments(OnlineConfig):
         > Base model
 
         base_format (`str`, *optional*, defaults to `"nvfp4"`):
-            What the base weights are while training: `"nvfp4"` (frozen, 4-bit, blocks of 16, with an adapter), or one of
-            the control arms: `"bf16"` (frozen bf16 with an adapter), `"nf4"` (frozen bitsandbytes NF4 with an adapter,
-            QLoRA), `"full"` (bf16 compute, every weight trained, no adapter).
+            What the base weights are while training: `"nvfp4"` (frozen, 4-bit, blocks of 16, with an adapter), or a control
+            arm: `"bf16"` and `"nf4"` (QLoRA) are frozen with an adapter, of `"full"` every weight is trained.
         scale_rule (`str`, *optional*, defaults to `"rtn"`):
             How a block scale is chosen when bf16 weights are quantized at load: `"rtn"` (the paper's), `"four_over_six"`
             or `"neighbor_sweep"`. See [`qerl_trl.nvfp4`].
@@ -90,10 +140,8 @@ class QeRLArguments(OnlineConfig):
         > Rollout in vLLM
 
         share_weights (`bool`, *optional*, defaults to `True`):
-            In colocate mode, let vLLM read the trainer's packed weights, embeddings and head instead of a second copy.
-            Needs one process a vLLM engine (`vllm_tensor_parallel_size=1`). With `False` the engine has a copy, which
-            `vllm_enable_sleep_mode` moves to host memory while training (level 1). Under FSDP 2 the engine of each process keeps a
-            copy of the full base in any case.
+            In colocate mode, let vLLM read the trainer's weights instead of a second copy, which `vllm_enable_sleep_mode` moves
+            to host memory while training. Needs `vllm_tensor_parallel_size=1`; under FSDP 2 each engine has a copy in any case.
         rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
             Warn when the estimated KL divergence per token between rollout and trainer exceeds this value, in nats, and end the run when
             it is more than 10 times that in 3 rollouts in a row. A tenth of both limits holds for what should be zero: the KL without
@@ -112,29 +160,26 @@ class QeRLArguments(OnlineConfig):
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM` in colocate mode, such as `{"enforce_eager": true}`.
         vllm_batch_invariant (`bool`, *optional*, defaults to `False`):
-            Roll out in vLLM's batch-invariant mode (its `VLLM_BATCH_INVARIANT=1`, which this sets in colocate mode), with NVFP4 products that
-            keep to it: the log-probability of a token in the engine does not depend on what else is in the batch. Slower.
-            The trainer's own forward is not part of it. For `base_format="nvfp4"`, and a GPU.
+            Roll out in vLLM's batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), with NVFP4 products that keep to it: the
+            log-probability of a token in the engine does not depend on what else is in the batch. Slower. On a GPU, with
+            `base_format="nvfp4"`. The trainer's own forward is not part of it.
 
         > Update
 
         padding_free (`bool`, *optional*):
-            Compute the update on a packed row of tokens: nothing on padding, and the prompt that several completions of a micro-batch
-            share once. Losses and micro-batches stay TRL's. By default on where the model can and the GPU has a fast kernel for it;
-            `True` insists, `False` computes padding as TRL does.
+            Compute the update on a packed row of tokens: no padding, and a shared prompt once. Losses and micro-batches stay TRL's.
+            By default on where the model and the GPU can; `True` insists, `False` computes padding as TRL does.
         compile_layers (`bool`, *optional*):
-            Compile the decoder layers of the trainer's model (torch.compile, one layer at a time, for any length) when training starts. Left
-            out: on a CUDA device, yes. A layer that does not compile runs as it is, which is said once.
+            Compile the decoder layers of the trainer's model when training starts (torch.compile). Left out: on a CUDA device, yes. A
+            layer that does not compile runs as it is, which is said once.
 
         gradient_checkpointing (`bool`, *optional*):
             Whether decoder layers recompute their activations in the backward pass: `True` all of them, `False` none. Left out, as many as
-            memory demands: the last ones keep theirs, as far as they fit beside everything else with a tenth of the GPU to spare; the start
-            banner and `qerl-trl plan` say how many. On a CPU, with FSDP and with DeepSpeed: all. Newer transformers call it
-            `activation_checkpointing` too.
+            memory demands (the start banner and `qerl-trl plan` say how many); on a CPU, with FSDP and with DeepSpeed all. Newer
+            transformers call it `activation_checkpointing` too.
         fused_lora (`bool`, *optional*, defaults to `True`):
             Compute the linear layers that carry a LoRA adapter with their own backward, those that read the same input (q/k/v, gate/up)
-            together: PEFT's values up to rounding, in fewer passes over memory. Layers where PEFT does more than one plain adapter keep
-            PEFT's own way, which is said once.
+            together: PEFT's values up to rounding. Layers with more than one plain adapter keep PEFT's own way, which is said once.
 
         > Checkpoints
 
@@ -156,84 +201,50 @@ class QeRLArguments(OnlineConfig):
             no limit.
     """
 
-    base_format: str = _field(
-        "nvfp4", "Base weights: 'nvfp4', or a control arm: 'bf16', 'nf4' (bitsandbytes), 'full' (no adapter)."
-    )
-    scale_rule: str = _field(
-        "rtn", "Block-scale rule when quantizing at load: 'rtn', 'four_over_six' or 'neighbor_sweep'."
-    )
-    modules_to_not_convert: list[str] | None = _field(  # noqa: RUF009
-        None, "Linear layers that stay in bf16, by exact name or pattern."
-    )
+    base_format: str = _field("nvfp4", "Base weights: 'nvfp4'; as control arms 'bf16', 'nf4' or 'full' (no adapter).")
+    scale_rule: str = _field("rtn", "Block scales at quantization: 'rtn', 'four_over_six' or 'neighbor_sweep'.")
+    modules_to_not_convert: list[str] | None = _field(None, "Linear layers that stay in bf16.")  # noqa: RUF009
     aqn: bool = _field(True, "Add scheduled noise to the RMSNorm weights during rollouts.")
-    aqn_schedule: str = _field(
-        "exponential",
-        "Noise schedule: 'exponential' (paper), 'linear', 'cosine', 'logarithmic', 'constant' or 'entropy_target'.",
-    )
+    aqn_schedule: str = _field("exponential", f"Noise schedule: {', '.join(map(repr, SCHEDULES))}.")
     aqn_sigma_start: float = _field(1e-2, "Standard deviation in the first noisy stage.")
     aqn_sigma_end: float = _field(5e-4, "Standard deviation in the last stage.")
     aqn_num_stages: int = _field(10, "Number of stages; stage 0 has no noise.")
-    aqn_scope: str = _field(
-        "rollout", "'rollout' (only sampling is noisy, the paper) or 'policy' (log-probabilities too)."
-    )
+    aqn_scope: str = _field("rollout", "'rollout': only sampling is noisy (the paper); 'policy': the update too.")
     aqn_seed: int | None = _field(None, "Seed of the noise. Defaults to `seed`.")
-    aqn_entropy_target: float | None = _field(
-        None, "Entropy (nats per token) that aqn_schedule='entropy_target' steers to."
-    )
-    updates_per_rollout: int | None = _field(
-        None, "Optimizer steps that a rollout's completions are cut into, whatever the number of processes."
-    )
+    aqn_entropy_target: float | None = _field(None, "Entropy (nats per token) that 'entropy_target' steers to.")
+    updates_per_rollout: int | None = _field(None, "Optimizer steps per rollout, whatever the number of processes.")
     share_weights: bool = _field(True, "Colocated vLLM reads the trainer's weights instead of a second copy.")
     rollout_mismatch_threshold: float | None = _field(
         0.1, "Warn when the rollout/trainer KL per token (nats) exceeds this value; end the run beyond 10 times that."
     )
-    rollout_timeout: float | None = _field(
-        3600, "End the run when one rollout with vLLM takes longer than this, in seconds."
-    )
+    rollout_timeout: float | None = _field(3600, "End the run when a rollout with vLLM takes longer, in seconds.")
     rollout_probe: str = _field("warn", "Where vLLM and the trainer disagree at start: 'refuse', 'warn' or 'off'.")
-    rollout_probe_steps: int = _field(
-        100, "Compare vLLM and the trainer again every so many steps; 0: at the start only."
-    )
+    rollout_probe_steps: int = _field(100, "Compare vLLM and the trainer again every so many steps; 0: at start only.")
     vllm_gpu_memory_utilization: float | None = _field(
-        None, "Share of the GPU for vLLM; left out, the KV cache is planned from what is free."
+        None, "Share of the GPU for vLLM. Default: planned from what is free."
     )
-    vllm_engine_kwargs: dict | str | None = _field(  # noqa: RUF009
-        None, "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."
-    )
-    vllm_batch_invariant: bool = _field(
-        False, "Rollouts whose log-probabilities do not depend on what else is in the batch; slower."
-    )
+    vllm_engine_kwargs: dict | str | None = _field(None, "Further arguments of a colocated vllm.LLM (JSON).")  # noqa: RUF009
+    vllm_batch_invariant: bool = _field(False, "Log-probabilities that do not depend on the batch; slower.")
     gradient_checkpointing: bool | None = _field(  # type: ignore[assignment]  # None is a further value
-        None,
-        "Recompute activations in the backward pass: true, false, or (left out) in as many layers as memory demands.",
+        None, "Recompute activations in the backward pass. Default: in as many layers as memory demands."
     )
-    padding_free: bool | None = _field(
-        None, "Compute no padding in the update, and shared prompts once. Default: where the model and the GPU can."
-    )
-    fused_lora: bool = _field(
-        True, "Compute LoRA layers with their own backward, q/k/v and gate/up together; False: as PEFT does."
-    )
+    padding_free: bool | None = _field(None, "No padding in the update, shared prompts once. Default: where possible.")
+    fused_lora: bool = _field(True, "Compute LoRA layers with their own backward, q/k/v and gate/up together.")
     compile_layers: bool | None = _field(None, "Compile the trainer's decoder layers. Default: on a CUDA device.")
-    allow_other_settings: bool = _field(
-        False, "Go on from a checkpoint whose run had other settings, instead of refusing."
-    )
-    hub_base_model: str | None = _field(
-        None, "Hub id of the base that a pushed adapter names, where `model` is a local folder."
-    )
+    allow_other_settings: bool = _field(False, "Resume from a checkpoint whose run had other settings.")
+    hub_base_model: str | None = _field(None, "Hub id of the base that a pushed adapter names, if `model` is a folder.")
     zero_advantage_patience: int = _field(10, "End the run after this many consecutive rollouts without any reward.")
-    reward_timeout: float | None = _field(
-        1800.0, "End the run when a reward function takes longer than this, in seconds."
-    )
+    reward_timeout: float | None = _field(1800.0, "End the run when a reward function takes longer, in seconds.")
 
     def __post_init__(self):
-        # for TRL and transformers it is on: `memory/recompute.py` then takes layers out of it
-        newer = getattr(self, _NEWER_NAME, None)  # as in transformers, it decides where both are given
+        # for TRL and transformers it is on: `memory/of_trainer.py` then takes layers out of it
+        newer = vars(self).get(_NEWER_NAME)  # as in transformers, it decides where both are given
         wanted = self.gradient_checkpointing if newer is None else newer
         self.recompute_as_needed = wanted is None
         self.gradient_checkpointing = self.recompute_as_needed or wanted
-        if hasattr(self, _NEWER_NAME):  # else transformers calls the older one deprecated, which nobody may have passed
+        if _NEWER_NAME in vars(self):  # else transformers calls the older one deprecated, which nobody may have passed
             setattr(self, _NEWER_NAME, self.gradient_checkpointing)
-        ranges.check_counts(self)  # TRL divides by them
+        _check_ranges(vars(self), _COUNTS)  # TRL divides by them
         updates = self.updates_per_rollout
         if updates is not None and self.generation_batch_size is None:
             self._cut_batches(updates)
@@ -241,46 +252,46 @@ class QeRLArguments(OnlineConfig):
         try:
             super().__post_init__()
         except json.JSONDecodeError as error:
-            given = [name for name in self._VALID_DICT_FIELDS if isinstance(getattr(self, name, None), str)]
+            given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
             raise ValueError(f"{' or '.join(given)} is not JSON: {error}. Pass names and values in JSON.") from error
         except ValueError as error:
-            if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
-                raise
-            raise ValueError(
-                f"{error} PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
-            ) from error
+            if "bf16/gpu" in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
+                cause = "PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
+                raise ValueError(f"{error} {cause}") from error
+            raise
         if updates is not None:
             self._cut_rollout(updates)
         secrets.check_places(vars(self))
         self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
-        ranges.check(self)
+        for name in _MAPPINGS:
+            if not isinstance(value := vars(self).get(name) or {}, dict):
+                raise ValueError(f"{name}={value!r} is not a mapping. Pass names and values.")
+        _check_ranges(vars(self), _RANGES)
+        _check_ranges(self.vllm_engine_kwargs or {}, _RANGES_OF_AN_ENGINE, "vllm_engine_kwargs: ")  # type: ignore[arg-type]  # a mapping by now
         for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
+            if (value := vars(self)[name]) not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
         if self.aqn:
-            try:  # combinations that no schedule can follow, before the model is loaded
-                make_schedule(
-                    self.aqn_schedule,
-                    self.aqn_sigma_start,
-                    self.aqn_sigma_end,
-                    self.aqn_num_stages,
-                    self.aqn_entropy_target,
-                )
+            bounds = self.aqn_sigma_start, self.aqn_sigma_end
+            try:  # what no schedule can follow, before the model is loaded
+                make_schedule(self.aqn_schedule, *bounds, self.aqn_num_stages, self.aqn_entropy_target)
             except ValueError as error:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
-        mode = getattr(self, "vllm_importance_sampling_mode", "")  # TRL checks it with vLLM only
-        if self.aqn and getattr(self, "loss_type", None) == "vespo" and mode.startswith("sequence"):
+        mode = vars(self).get(
+            "vllm_importance_sampling_mode", ""
+        )  # TRL checks it with vLLM only; RLOO has no such field
+        if self.aqn and vars(self).get("loss_type") == "vespo" and mode.startswith("sequence"):
             raise ValueError(
                 f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
                 "'token_truncate' (the default) or 'token_mask'."
             )
-        check_options(self)  # type: ignore[arg-type]  # one of the two classes below
+        check_options(self)
         if self.use_transformers_continuous_batching:
             logger.warning(
-                "use_transformers_continuous_batching=True casts the model to bf16 before it generates, its float32 adapter included: "
-                "small updates are lost. use_vllm=True is the faster rollout."
+                "use_transformers_continuous_batching=True casts the model to bf16, its float32 adapter included: small updates are lost. "
+                "use_vllm=True is the faster rollout."
             )
-        if (repository := getattr(self, "log_completions_hub_repo", None)) is not None:  # RLOO has no such field
+        if (repository := vars(self).get("log_completions_hub_repo")) is not None:  # of GRPO
             logger.warning(
                 "log_completions_hub_repo=%r uploads completions every two minutes, unchecked, and public if that repository is. "
                 "log_completions=True alone keeps them in output_dir.",
@@ -299,9 +310,9 @@ class QeRLArguments(OnlineConfig):
         """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""
         accumulated = self.gradient_accumulation_steps
         if self.steps_per_generation not in (None, updates * accumulated):
+            said = f"steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps={accumulated}"
             raise ValueError(
-                f"updates_per_rollout={updates} and steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps="
-                f"{accumulated} say different things. Leave steps_per_generation out."
+                f"updates_per_rollout={updates} and {said} say different things. Leave steps_per_generation out."
             )
         self.steps_per_generation = updates * accumulated
 
@@ -332,9 +343,8 @@ class QeRLArguments(OnlineConfig):
         return secrets.cleaned(told)
 
     def __str__(self) -> str:
-        return (
-            f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in sorted(self.to_dict().items()))})"
-        )
+        fields = ", ".join(f"{key}={value!r}" for key, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}({fields})"
 
     __repr__ = __str__
 

@@ -45,18 +45,20 @@ from .checkpoint.settings import sources_of
 from .checks import environment, rewards
 from .checks.learning import SignalMonitor
 from .config import QeRLConfig, QeRLRLOOConfig
-from .memory.of_trainer import plan_trainer
+from .memory.of_trainer import explained, plan_trainer, prepare_updates
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .model import loading
 from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
 from .model.sharding import BytesWithoutGradient, save_whole_tensors
 from .noise.callback import AQNCallback
+from .nvfp4.architectures import delta_net_layers
 from .nvfp4.linear import has_nvfp4
 from .rollout import behaviour, mismatch
 from .rollout.contract import checked_rollout_func
+from .rollout.engine import RolloutError
 from .rollout.sampling import of_the_model_alone, settle_ends
-from .run import banner, base, folder, shortage
+from .run import banner, base, folder
 from .run.exits import Rescue
 from .run.publishing import Uploads, warn_of_exports
 from .run.resume import RunRecord, SaveBetweenRollouts, SavingMixin
@@ -64,7 +66,6 @@ from .support.distributed import rewards_of_all
 from .support.phases import Collector, PhaseTimer, as_it_was
 from .update.one_pass import OnePass
 from .update.packing import Packing
-from .update.prepare import prepare
 
 with environment.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
@@ -77,6 +78,8 @@ def attach(trainer: Any) -> None:
     plan_trainer(trainer)
     trained = trainer.accelerator.unwrap_model(trainer.model)
     folder.check_disk(args, trained)
+    if delta_net_layers(trained.config):
+        environment.tell(environment.delta_nets())
     trainer.base_sha256 = fingerprint.shared_base_sha256(trained, not trainer.is_fsdp_enabled)  # before training
     if is_peft_model(trained):
         check_adapter(trained)
@@ -100,7 +103,7 @@ def attach(trainer: Any) -> None:
             trainer.vllm_generation.probe_noise()
     trainer._tag_names = [*type(trainer)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
     trainer.model.add_model_tags(trainer._tag_names)
-    prepare(trainer)
+    prepare_updates(trainer)
     trainer.sources = sources_of(trainer)
 
 
@@ -151,7 +154,7 @@ class QeRLMixin(SavingMixin):
         self.given_optimizers: dict[str, str] = {}
         self._padded_logps = super()._get_per_token_logps_and_entropies
         initial = base.model_init(given["model"], given["args"], given.pop("quantization_config", None))
-        with initial as quantization_config, base.own_vllm_generation(self), shortage.naming(self):
+        with initial as quantization_config, base.own_vllm_generation(self), explained(self, RolloutError):
             super().__init__(**given, quantization_config=quantization_config)
         loading.begin_loaded(self.accelerator.unwrap_model(self.model), **base.source_of(given["model"], self.args))
         attach(self)
@@ -165,7 +168,7 @@ class QeRLMixin(SavingMixin):
         with self._timer.phase("rollout", counts=training):
             with noise, engine:
                 output = super()._generate(prompts)
-            check_rollout(self, output[0], output[1])
+            check_rollout(self.model, output[0], output[1])
             if training:
                 output = behaviour.with_logps(self, self.aqn, output)
         self._passes.generated()
@@ -254,7 +257,7 @@ class QeRLMixin(SavingMixin):
         rewards.check_steps(self.args, self.train_dataset)
         banner.announce(self)
         try:
-            with shortage.naming(self):
+            with explained(self, RolloutError):
                 return super().train(*args, **kwargs)
         finally:
             self._collector.unfreeze()

@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
+from qerl_trl.memory.of_trainer import explained
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
 from qerl_trl.rollout.engine import RolloutError
-from qerl_trl.run import shortage
 from qerl_trl.support import errors
 from tests.ranks import on_ranks
 from tests.shapes import SEVEN_B
@@ -408,6 +408,6 @@ def test_an_engine_that_runs_out_says_what_it_may_have():
     had = trainer.memory_plan.kv_bytes
     with (
         told(RolloutError, "failed in vLLM", "Tried to allocate 1.00 GiB", "kv_cache_memory_bytes", f"(it had {had})"),
-        shortage.naming(trainer),
+        explained(trainer, RolloutError),
     ):
         raise RolloutError("The rollout failed in vLLM: CUDA out of memory. Tried to allocate 1.00 GiB.")

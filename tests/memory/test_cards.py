@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl_trl.memory.cards import CARDS, OTHERS, gpu_of_card
+from qerl_trl.memory.plan import CARDS, OTHERS, gpu_of_card
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-from qerl_trl.memory.cards import gpu_of_card
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
 from qerl_trl.memory.of_trainer import plan_again, plan_trainer
-from qerl_trl.memory.plan import GIB, Gpu, plan_run, relief
+from qerl_trl.memory.plan import GIB, Gpu, gpu_of_card, plan_run, relief
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS, Workload
 from qerl_trl.run import banner as report
 from qerl_trl.run.banner import banner

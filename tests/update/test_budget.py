@@ -11,7 +11,7 @@ from torch import nn
 from qerl_trl import QeRLRLOOTrainer
 from qerl_trl.update import attention
 from qerl_trl.update import compiled_layers as regional
-from qerl_trl.update.budget import TokenBudget
+from qerl_trl.update.batches import TokenBudget
 from qerl_trl.update.compiled_layers import compile_layers
 from tests.test_trainer import adapter_of, assert_identical, logged
 from tests.update.test_packing import LOSSES, ON_GPU, counted, make  # noqa: F401

@@ -14,8 +14,7 @@ from qerl_trl.memory import formulas
 from qerl_trl.memory.plan import GIB, plan_run
 from qerl_trl.memory.workload import Workload
 from qerl_trl.update import batches as balance
-from qerl_trl.update.budget import TokenBudget, _sequences, _size
-from qerl_trl.update.longest import LongestPass
+from qerl_trl.update.batches import LongestPass, TokenBudget, _sequences, _size
 from tests.shapes import SEVEN_B
 from tests.update.test_packing import make  # noqa: F401
 

@@ -125,7 +125,7 @@ def counted(trainer, updates_only=False):
         if not updates_only or (torch.is_grad_enabled() and trainer.model.training):
             seen.append(tuple(args[0].shape))
 
-    packing._inner(trainer, trainer.model).get_input_embeddings().register_forward_hook(note)
+    trainer._packing.inner(trainer.model).get_input_embeddings().register_forward_hook(note)
     return seen
 
 
@@ -321,7 +321,7 @@ def test_fsdp2(make, one_process_group, checkpointed):
     if checkpointed:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         trainer.model.enable_input_require_grads()
-    inner = packing._inner(trainer, trainer.model)
+    inner = trainer._packing.inner(trainer.model)
     for layer in inner.get_decoder().layers:
         fully_shard(layer)
     fully_shard(inner)
@@ -396,7 +396,7 @@ def test_a_rotary_embedding_that_depends_on_the_longest_sequence(make, tmp_path,
     trainer = make(model=tmp_path / "m", padding_free=False)
     assert not trainer._packing.on and not trainer.memory_plan.work.packed
     trainer.args.padding_free, trainer.longest_sequence = True, None  # no prompt was counted
-    assert "may have more" in packing.reason_against(trainer)
+    assert "may have more" in packing.Packing(trainer).reason_against()
 
 
 def test_which_rotary_embeddings_depend_on_the_longest_sequence():
@@ -415,7 +415,7 @@ def test_no_logits_of_completions_are_made(make):
     when transformers generates."""
     trainer = make(aqn=True, aqn_schedule="constant", aqn_sigma_start=0.1, beta=0.1, max_steps=2)
     seen = []
-    packing._inner(trainer, trainer.model).get_output_embeddings().register_forward_hook(
+    trainer._packing.inner(trainer.model).get_output_embeddings().register_forward_hook(
         lambda module, args, output: seen.append(output.shape)
     )
     trainer.train()
@@ -515,7 +515,7 @@ def test_rows_to_compile_on_are_rows_as_in_training(make):
     trainer = make()
     made = trainer._packing.examples(4, 256)
     assert len({inputs["input_ids"].shape for inputs in made}) == len({inputs["max_length_k"] for inputs in made}) == 3
-    decoder = packing._inner(trainer, trainer.model).get_decoder()
+    decoder = trainer._packing.inner(trainer.model).get_decoder()
     for inputs in made:
         assert inputs["packed_keys"] is not None
         with torch.no_grad(), attention.packed_call():

@@ -8,11 +8,10 @@ import torch
 
 from qerl_trl import QeRLConfig
 from qerl_trl.checkpoint import settings as identity
-from qerl_trl.memory import recompute
 from qerl_trl.memory.formulas import DEEPSPEED_BYTES, model_bytes, shape_of
-from qerl_trl.memory.of_trainer import plan_trainer
+from qerl_trl.memory.of_trainer import plan_trainer, prepare_recomputation
 from qerl_trl.memory.plan import Gpu, plan_run
-from qerl_trl.update.layers import decoder_layers
+from qerl_trl.update.layer_function import decoder_layers
 from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, settings  # noqa: F401  (a fixture)
 
 
@@ -20,7 +19,7 @@ def with_kept_layers(trainer, count):
     """As if the GPU had room for so many."""
     plan = trainer.memory_plan
     trainer.memory_plan = dataclasses.replace(plan, work=dataclasses.replace(plan.work, kept_layers=count))
-    recompute.prepare(trainer)
+    prepare_recomputation(trainer)
     return trainer
 
 
@@ -109,7 +108,7 @@ def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer, 
     assert trainer.memory_plan.work.kept_layers == 2
     trainer._compiled = SimpleNamespace(failed=False, layers=[], recompute=lambda layers: None)
     trainer._packing.on = True
-    recompute.prepare(trainer)
+    prepare_recomputation(trainer)
     assert trainer.memory_plan.work.packed and "Planned again" not in caplog.text
     trainer._packing.on, trainer._compiled.failed = False, True
     calls = forwards_of_layers(trainer)

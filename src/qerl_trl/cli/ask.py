@@ -82,9 +82,8 @@ def plan(
     from transformers.training_args import OptimizerNames
 
     from qerl_trl.config import BASE_FORMATS
-    from qerl_trl.memory.cards import gpu_of_card
     from qerl_trl.memory.formulas import shape_of
-    from qerl_trl.memory.plan import Gpu, plan_run
+    from qerl_trl.memory.plan import Gpu, gpu_of_card, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
     from qerl_trl.nvfp4.config import load_config
     from qerl_trl.tasks.script import check_recipe

@@ -36,15 +36,10 @@ class DeltaNets:
         if not layers:
             return None
         text: Any = config.get_text_config(decoder=True)
-        return cls(
-            layers=len(layers),
-            key_heads=text.linear_num_key_heads,
-            value_heads=text.linear_num_value_heads,
-            key_dim=text.linear_key_head_dim,
-            value_dim=text.linear_value_head_dim,
-            kernel=text.linear_conv_kernel_dim,
-            state_bytes=4 if getattr(text, "mamba_ssm_dtype", None) == "float32" else 2,
-        )
+        heads = text.linear_num_key_heads, text.linear_num_value_heads
+        dims = text.linear_key_head_dim, text.linear_value_head_dim, text.linear_conv_kernel_dim
+        state_bytes = 4 if getattr(text, "mamba_ssm_dtype", None) == "float32" else 2
+        return cls(len(layers), *heads, *dims, state_bytes)
 
     @property
     def convolved(self) -> int:

@@ -43,7 +43,7 @@ ENGINE_BYTES = 900_000_000
 #: one captured CUDA graph, per decoder layer
 GRAPH_BYTES = 400_000
 #: what torch's allocator reserves beyond what is allocated, as a share of the memory that comes and goes; where rows have another length each
-#: time, only because a longest one begins with an empty cache (update/longest.py): measured without that, it was 0.5 of all that was allocated
+#: time, only because a longest one begins with an empty cache (update/batches.py): measured without that, it was 0.5 of all that was allocated
 ALLOCATOR_SLACK = 0.08
 #: what it reserves further where layers keep their activations, as a share of those (examples/benchmarks/results/step_h200.json)
 KEPT_SLACK = 0.06
@@ -67,15 +67,8 @@ HEAD_TILE = (4096, 32768)
 KV_BLOCK, CPU_KV_BLOCK = 16, 128
 #: float32 numbers that an optimizer keeps per trained parameter, by the family in its name (transformers' `OptimizerNames`)
 _OPTIMIZER_MOMENTS = {
-    "ademamix": 3,
-    "lomo": 0,
-    "sgd": 0,
-    "adafactor": 0.03,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "lion": 1,
-    "adam": 2,
-}
+    "ademamix": 3, "lomo": 0, "sgd": 0, "adafactor": 0.03, "adagrad": 1, "rmsprop": 1, "lion": 1, "adam": 2,
+}  # fmt: skip
 #: bytes of one such number, by what the name says of it: 8-bit ones have a float32 scale per block of 256
 _OPTIMIZER_WIDTHS = {"4bit": 0.53, "8bit": 1.02, "adamw_bnb": 1.02}
 #: bytes per weight of a linear layer, by base format; nf4 with double quantization
@@ -139,9 +132,8 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
     auto = AutoModelForImageTextToText if pictures else AutoModelForCausalLM  # as TRL loads it, tower included
     with torch.device("meta"):
         built = auto.from_config(config)
-    linears, _ = divided(
-        built, Selection()
-    )  # of any model: with base_format="full" it need not be one that can be quantized
+    # of any model: with base_format="full" it need not be one that can be quantized
+    linears, _ = divided(built, Selection())
     quantized = {f"{name}.weight" for name in linears}
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     norms = [p.numel() for name, p in built.named_parameters() if p.ndim == 1 and name.endswith("norm.weight")]
@@ -229,9 +221,8 @@ def optimizer_bytes(optimizer: str, model: ModelBytes) -> int:
     that is not known here is counted as AdamW."""
     moments = next((count for family, count in _OPTIMIZER_MOMENTS.items() if family in optimizer), 2)
     own = model.trained / max(1, model.trained_parameters)
-    width = next(
-        (size for name, size in _OPTIMIZER_WIDTHS.items() if name in optimizer and "32bit" not in optimizer), own
-    )
+    narrow = (size for name, size in _OPTIMIZER_WIDTHS.items() if name in optimizer and "32bit" not in optimizer)
+    width = next(narrow, own)
     return round(moments * width * model.trained_parameters)
 
 
@@ -294,9 +285,9 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
     masked = work.padded and not work.packed and work.attention == "sdpa"
     token = 6 * shape.mlp
     token += (2 * shape.norms + 4 if compiled else 4 * shape.norms + 2) * shape.hidden
-    attention = (
-        8 * shape.query_width if masked else 4 * shape.query_width + 4 * shape.kv_width * work.keys // work.tokens
-    )
+    attention = 8 * shape.query_width
+    if not masked:
+        attention = 4 * shape.query_width + 4 * shape.kv_width * work.keys // work.tokens
     attention += 2 * (shape.query_width + shape.kv_width) if shape.head_norms else 0
     token += attention
     token += 4 * shape.heads
@@ -416,9 +407,8 @@ def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
     """vLLM's KV cache for so many sequences of full length on one tensor-parallel rank, in whole blocks, and the one block it keeps back."""
     width = max(1, shape.kv_heads // work.tensor_parallel) * shape.head_dim
     if shape.delta_nets is not None:
-        block, each = shape.delta_nets.blocks(
-            width, shape.attending, work.length, work.tensor_parallel, work.kv_dtype_bytes
-        )
+        sizes = width, shape.attending, work.length, work.tensor_parallel, work.kv_dtype_bytes
+        block, each = shape.delta_nets.blocks(*sizes)
         return block * (sequences * each + 1)
     block = CPU_KV_BLOCK if work.cpu else KV_BLOCK
     blocks = sequences * -(-work.length // block) + 1

@@ -1,25 +1,39 @@
-"""The plan of a trainer's process: what its model, its data and its settings say, and the GPU as it is."""
+"""The memory of a trainer: its plan, how many layers recompute, and the message where memory runs out.
+
+Gradient checkpointing keeps the input of each layer and computes the layer once more in the backward pass. Where `gradient_checkpointing`
+is left out, the plan (`plan.py`) says how many layers need not: the last ones, since what they keep is given back before the first
+ones recompute. transformers' own switch per layer (`GradientCheckpointingLayer`) takes them out, and the others too where they are compiled:
+those recompute within the compiled layer (`CompiledLayers.recompute`), where it costs less.
+"""
 
 import dataclasses
 import logging
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
+from transformers.utils import is_flash_linear_attention_available
 
-from ..checks import environment
+from ..checkpoint import settings as identity
 from ..nvfp4.linear import compute_dtype
+from ..update import compiled_layers, lora_linear, packing
+from ..update.layer_function import decoder_layers, decoder_of
 from .formulas import model_bytes, shape_of
-from .plan import Gpu, MemoryPlan, plan_run
+from .plan import GIB, Gpu, MemoryPlan, plan_run, relief
 from .workload import dtype_bytes_of, run_lengths, workload_of
 
 logger = logging.getLogger(__name__)
 
-
-def _still_to_come(trainer: Any, device: torch.device) -> int:
-    """Bytes of reference and reward models that are not on the GPU yet: TRL puts them there after the engine was planned."""
-    models = [getattr(trainer, "ref_model", None), *trainer.reward_funcs]
-    parameters = (p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters())
-    return sum(p.nbytes for p in parameters if p.device.type != device.type)
+#: of PyTorch, CUDA, cuBLAS, and of vLLM when it starts
+_SHORT = re.compile(
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|No available memory for the cache|Free memory on device|larger than the available KV cache"
+)
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])iB")
+_UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
 
 
 def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
@@ -32,51 +46,59 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         `ValueError`: prompts that cannot fit; see `run_lengths`.
         `RuntimeError`: a run on a CPU takes more than the machine's memory.
     """
-    from ..update import how  # the compiler takes a second to import
-
-    made: MemoryPlan | None = getattr(trainer, "memory_plan", None)
-    if made is None:
-        args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-        lengths = run_lengths(trainer)
-        trainer.longest_sequence = lengths.prompt + lengths.completion if lengths.counted else None
-        configs = getattr(model, "peft_config", None) or {}
-        work = workload_of(
-            args,
-            lengths,
-            lora_rank=max((config.r for config in configs.values()), default=0),
-            lora_dropout=max((getattr(config, "lora_dropout", 0.0) for config in configs.values()), default=0.0),
-            dtype_bytes=dtype_bytes_of(compute_dtype(model), args.base_format),
-            attention=getattr(model.config, "_attn_implementation", None) or "sdpa",
-        )
-        if trainer.is_fsdp_enabled:  # it will shard what the engine would share
-            work = work.under_fsdp()
-        device = trainer.accelerator.device
-        if gpu is None and device.type == "cpu":
-            gpu, work = Gpu.of_machine(), work.on_a_cpu()
-        work = dataclasses.replace(work, **how.computes(trainer))
-        if getattr(trainer, "aux_loss_enabled", False):  # experts' load is counted, of each completion's own prompt too
-            work = dataclasses.replace(work, generations=1)
-        if trainer.is_deepspeed_enabled:
-            work = work.under_zero2()
-        if gpu is None and device.type == "cuda":
-            gpu = Gpu.current(device)
-        if gpu is not None and gpu.free is not None:
-            gpu = dataclasses.replace(gpu, free=gpu.free - _still_to_come(trainer, device))
-        shape = shape_of(model.config)
-        if shape.delta_nets is not None:
-            environment.tell(environment.delta_nets())
-        made = plan_run(shape, work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine)
-        trainer.memory_plan = made
-        if work.cpu:
-            made.check()
-        elif gpu is not None and trainer.accelerator.is_main_process:
-            logger.log(logging.INFO if made.fits else logging.WARNING, "%s\n%s", made.table(), made.verdict())
+    if trainer.memory_plan is not None:
+        return trainer.memory_plan
+    args, model, device = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator.device
+    lengths = run_lengths(trainer)
+    trainer.longest_sequence = lengths.prompt + lengths.completion if lengths.counted else None
+    adapters = model.peft_config.values() if is_peft_model(model) else ()
+    work = workload_of(
+        args,
+        lengths,
+        lora_rank=max((config.r for config in adapters), default=0),
+        lora_dropout=max((getattr(config, "lora_dropout", 0.0) for config in adapters), default=0.0),
+        dtype_bytes=dtype_bytes_of(compute_dtype(model), args.base_format),
+        attention=model.config._attn_implementation or "sdpa",
+    )
+    if trainer.is_fsdp_enabled:  # it will shard what the engine would share
+        work = work.under_fsdp()
+    if gpu is None and device.type == "cpu":
+        gpu, work = Gpu.of_machine(), work.on_a_cpu()
+    # what is expected of updates, by the settings, the device and the model
+    work = dataclasses.replace(
+        work,
+        packed=args.padding_free is not False and packing.Packing(trainer).reason_against() is None,
+        compiled=compiled_layers.expected(trainer),
+        fused=args.fused_lora and lora_linear.fuses_all(model),
+        delta_kernels=is_flash_linear_attention_available(),
+        # experts' load is counted, of each completion's own prompt too
+        generations=1 if trainer.aux_loss_enabled else work.generations,
+    )
+    if trainer.is_deepspeed_enabled:
+        work = work.under_zero2()
+    if gpu is None and device.type == "cuda":
+        gpu = Gpu.current(device)
+    if gpu is not None and gpu.free is not None:
+        gpu = dataclasses.replace(gpu, free=gpu.free - _to_come([trainer.ref_model, *trainer.reward_funcs], device))
+    shape = shape_of(model.config)
+    made = plan_run(shape, work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine)
+    trainer.memory_plan = made
+    if work.cpu:
+        made.check()
+    elif gpu is not None and trainer.accelerator.is_main_process:
+        logger.log(logging.INFO if made.fits else logging.WARNING, "%s\n%s", made.table(), made.verdict())
     return made
 
 
+def _to_come(models: Iterable[Any], device: torch.device) -> int:
+    """Bytes of reference and reward models that are not on the GPU yet: TRL puts them there after the engine was planned."""
+    parameters = (p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters())
+    return sum(p.nbytes for p in parameters if p.device.type != device.type)
+
+
 def plan_again(trainer: Any, **changed: Any) -> None:
-    """Plan a trainer's updates anew, which turned out to be computed in another way (`packed`, `compiled`); the engine stays as it is, its KV
-    cache and the tokens of its steps."""
+    """Plan again a trainer's updates that turned out to be computed in another way (`packed`, `compiled`); the engine keeps its KV cache and
+    the tokens of its steps."""
     before: MemoryPlan = trainer.memory_plan
     limit = before.kv_bytes if before.work.colocated and before.gpu is not None else before.work.kv_limit
     work = dataclasses.replace(
@@ -88,3 +110,139 @@ def plan_again(trainer: Any, **changed: Any) -> None:
     trainer.memory_plan = made
     if made.gpu is not None and trainer.accelerator.is_main_process:
         logger.warning("Planned again, as updates are computed in another way: %s. %s", made.summary(), made.verdict())
+
+
+# --- how updates are computed -------------------------------------------------------------------------------------------------------
+
+
+def prepare_updates(trainer: Any) -> None:
+    """Make a built trainer's update fast, when model, adapter and noise are in place. Each part changes how the update is computed, never what;
+    where it cannot, it leaves TRL's own way and says so once.
+
+    In this order: first what changes the forward of single modules; then packing, which tries the model as it will run and may leave its
+    attention as it is; then what comes of it is compiled; last, how many layers have to recompute, which depends on all of it.
+    """
+    if trainer.args.fused_lora:
+        lora_linear.fuse(trainer.accelerator.unwrap_model(trainer.model))
+    trainer._packing = packing.Packing(trainer)
+    trainer._packing.prepare()
+    trainer._compiled = compiled_layers.compile_for(trainer)
+    prepare_recomputation(trainer)
+
+
+def prepare_recomputation(trainer: Any) -> None:
+    """Let as many layers of a trainer's model keep their activations as its plan says, at each update anew: where layers turn out not to
+    compile, or a row not to be packed, fewer fit. The others recompute, compiled ones inside."""
+    compiled = trainer._compiled if trainer.args.gradient_checkpointing else None
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    layers = decoder_layers(model)
+    count = 0
+    if trainer.memory_plan is not None:
+        _follow(trainer)
+        count = trainer.memory_plan.work.kept_layers
+    if not count and compiled is None:
+        return
+    if len(layers) < count:
+        logger.warning(
+            "%s has %d layers that can be taken out of gradient checkpointing one by one, and %d need not recompute by the plan: all "
+            "recompute. gradient_checkpointing=False recomputes none.",
+            *(type(model).__name__, len(layers), count),
+        )
+        count = 0
+    kept = layers[len(layers) - count :]
+    inside = [] if compiled is None else [layer for layer in layers if layer in compiled.layers]
+
+    def divide() -> None:
+        if compiled is not None:
+            compiled.recompute([layer for layer in inside if layer not in kept])
+
+    def take_out(*_: Any) -> None:
+        if count and torch.is_grad_enabled():
+            _follow(trainer)
+            too_many = max(0, len(kept) - trainer.memory_plan.work.kept_layers)
+            for layer in kept[:too_many]:
+                layer.gradient_checkpointing = True
+            del kept[:too_many]
+            if too_many:
+                divide()
+        # at each forward: TRL switches the whole model off and on again around each rollout
+        for layer in (*kept, *inside):
+            layer.gradient_checkpointing = False
+
+    divide()
+    decoder_of(model).register_forward_pre_hook(take_out)
+
+
+def _follow(trainer: Any) -> None:
+    """Plan again where updates are computed in another way than was planned: a model may have failed its trial, a layer may not have compiled."""
+    layers, work = trainer._compiled, trainer.memory_plan.work
+    packed, compiled = trainer._packing.on, layers is not None and not layers.failed
+    if (packed, compiled) != (work.packed, work.compiled):
+        plan_again(trainer, packed=packed, compiled=compiled)
+
+
+# --- out of memory ------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(trainer: Any, of_engine: type[Exception]) -> Iterator[None]:
+    """Around a trainer's start, or a training: out of memory, as a message that says where, which setting to change, and from what to resume.
+
+    Args:
+        of_engine: the error of an engine that failed; where it ran out of memory, it keeps its kind and says more.
+
+    Raises:
+        `torch.OutOfMemoryError`: in place of another's.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not _SHORT.search(str(error)):
+            raise
+        if isinstance(error, of_engine):
+            error.args = (f"{error} {_change(trainer, error, 'rollout')}",)
+            raise
+        raise torch.OutOfMemoryError(_explanation(trainer, error)) from error
+
+
+def _explanation(trainer: Any, error: Exception) -> str:
+    reason = ". ".join(str(error).strip().split("\n")[0].split(". ")[:2]).rstrip(".")
+    if "_monitor" not in vars(trainer):  # it is set when the trainer is complete
+        loading = trainer.memory_plan is None
+        what = "Out of memory while the model was loaded" if loading else "Out of memory when the engine started"
+        return f"{what}: {reason}. {_change(trainer, error, 'rollout')}"
+    inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    saved = trainer._saved
+    resume = "No checkpoint was written yet, so the run starts over."
+    if saved is not None:
+        resume = f"The last whole checkpoint is {saved}: resume from it (resume_from_checkpoint=True)."
+    at = f"at step {trainer.state.global_step}: {reason}."
+    if "_calculate_rewards" in inside:
+        return f"Out of memory in the rewards {at} What reward functions and reward models take is not planned: run them on another GPU. {resume}"
+    part, where = ("rollout", "a rollout") if "_generate" in inside else ("update", "an update")
+    return f"Out of memory in {where} {at} {_change(trainer, error, part)} {resume}"
+
+
+def _change(trainer: Any, error: Exception, part: str) -> str:
+    """What to change, and by how much."""
+    plan: MemoryPlan | None = trainer.memory_plan
+    if plan is None:
+        return "Use base_format='nvfp4', a smaller model or a larger GPU; `qerl-trl plan` says what fits."
+    found = _WANTED.search(str(error))
+    wanted = float(found[1]) * _UNITS[found[2]] if found else GIB
+    missing = round(max(wanted, 0.02 * plan.gpu.total if plan.gpu else 0))
+    if plan.work.utilization is not None:
+        return f"Leave vllm_gpu_memory_utilization={plan.work.utilization:g} out, so that the KV cache is planned from what is free."
+    if part == "rollout" and plan.kv_bytes - 2 * missing >= plan.kv_least > 0:
+        return f"Give the engine less: vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} (it had {plan.kv_bytes})."
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    settings = relief(plan, shape_of(model.config), model_bytes(model), part, missing)
+    planned = f"P{plan.summary()[1:]}."
+    less = f"{missing / GIB:.1f} GiB" if missing >= GIB else f"{missing / 2**20:.1f} MiB"
+    if not settings:
+        engine = ", use_vllm=True" if (part, plan.work.rollout) == ("rollout", "transformers") else ""
+        return f"{planned} No setting was found that takes {less} less: a shorter max_completion_length{engine}, a smaller model or a larger GPU."
+    text = f"{planned} It takes at least {less} less with {' and '.join(settings)}"
+    if not all(identity.may_differ(setting.partition(":")[0]) for setting in settings):
+        text += ", and with allow_other_settings: true to resume a checkpoint"
+    return f"{text}."

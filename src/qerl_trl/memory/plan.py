@@ -9,9 +9,8 @@ where less than two sequences would fit, and then with the settings that would m
 """
 
 import dataclasses
-import itertools
-import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,13 +20,11 @@ from . import formulas
 from .formulas import ModelBytes, Shape
 from .workload import LARGER_STEPS, Workload
 
-logger = logging.getLogger(__name__)
-
 GIB = 2**30
 _KV_CACHE = "KV cache"
 #: completions shorter than this are not proposed
 _SHORTEST_COMPLETION = 256
-#: share of the GPU that activations which need not be kept, and steps which need not be as large, leave free: for what nobody planned (reward models, neighbours, pieces)
+#: share of the GPU left free by kept activations and larger steps: for what nobody planned (reward models, neighbours, pieces)
 _LEFT_FREE = 0.1
 
 
@@ -74,7 +71,8 @@ class MemoryPlan:
     """What a run takes of its GPU, in bytes.
 
     `kv_bytes` is what a colocated engine gets, `kv_wanted` what all its sequences need at full length, `kv_least` what it does not start
-    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the engine; None for the model's own. `changes`: settings that make the run fit.
+    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the
+    engine; None for the model's own. `changes`: settings that make the run fit.
     """
 
     work: Workload
@@ -120,40 +118,37 @@ class MemoryPlan:
         raise RuntimeError(f"{self.table()}\n{self.verdict()}")
 
     def engine_arguments(self) -> dict[str, Any]:
-        """What `vllm.LLM` is told of memory: exactly this KV cache. vLLM compares its share of the GPU with what is free when it starts,
-        and takes nothing by it; the share is small, so that a neighbour on the same GPU that starts at this moment does no harm. And no more
-        sequences than there are states for: vLLM refuses to capture CUDA graphs of more than it has blocks for ("Mamba cache blocks")."""
+        """What `vllm.LLM` is told of memory: exactly this KV cache. It only compares its share of the GPU with what is free when it starts;
+        a small one is not disturbed by a neighbour. And no more sequences than there are states for, beyond which vLLM refuses to capture
+        CUDA graphs ("Mamba cache blocks")."""
         assert self.gpu is not None, "planned without a GPU"
-        arguments: dict[str, Any] = {"kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01}
-        arguments["max_num_batched_tokens"] = self.work.step_tokens
+        arguments: dict[str, Any] = {
+            "kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01, "max_num_batched_tokens": self.work.step_tokens,
+        }  # fmt: skip
         if self.most_running is not None and self.most_running < self.work.completions:
             arguments["max_num_seqs"] = max(1, self.most_running)
         return arguments
 
-    # ------------------------------------------------------------------ in words
-
     def summary(self) -> str:
         """One line: the peak, and what the engine got."""
-        when = "an update" if self.update >= self.rollout else "a rollout"
+        work, when = self.work, "an update" if self.update >= self.rollout else "a rollout"
         of = f" of {self.gpu.total / GIB:.1f}" if self.gpu else ""
         text = f"planned peak {self.peak / GIB:.1f}{of} GiB, in {when}"
-        return f"{text}; {self._kv_line()}" if self.work.colocated else text
-
-    def _kv_line(self) -> str:
-        work = self.work
-        size = f"KV cache {self.kv_bytes / GIB:.1f} GiB{', freed in updates' if work.sleep else ''}"
+        if not work.colocated:
+            return text
+        text += f"; KV cache {self.kv_bytes / GIB:.1f} GiB{', freed in updates' if work.sleep else ''}"
         if not self.sequences:
-            return f"{size}: not one sequence of {work.length} tokens at a time"
-        return f"{size}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run in {_waves(self.waves)}"
+            return f"{text}: not one sequence of {work.length} tokens at a time"
+        waves = "1 wave" if self.waves == 1 else f"{self.waves} waves"
+        return f"{text}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run in {waves}"
 
     def table(self) -> str:
         """The parts, in GiB, in an update and in a rollout."""
         width = max(len(part.name) for part in self.parts)
         rows = [("memory, GiB" if self.work.cpu else "GPU memory, GiB", "update", "rollout")]
-        rows += [
-            (part.name, _gib(part.update), _gib(part.rollout)) for part in self.parts if part.update or part.rollout
-        ]
-        rows.append(("sum", _gib(self.update), _gib(self.rollout)))
+        parts = [part for part in self.parts if part.update or part.rollout]
+        for part in (*parts, Part("sum", self.update, self.rollout)):
+            rows.append((part.name, f"{part.update / GIB:.2f}", f"{part.rollout / GIB:.2f}"))
         lines = [f"{name:<{width}}{update:>9}{rollout:>9}" for name, update, rollout in rows]
         return "\n".join([*lines, self.summary()])
 
@@ -164,24 +159,12 @@ class MemoryPlan:
         size = f"{self.gpu.total / GIB:.1f} GiB"
         if self.fits:
             return f"It fits into {size}."
-        text = f"It does not fit into {size}" + (
-            ", not even with a KV cache for two sequences." if self.work.colocated else "."
-        )
+        least = ", not even with a KV cache for two sequences" if self.work.colocated else ""
+        text = f"It does not fit into {size}{least}."
         if self.changes:
             return f"{text} It fits with {' and '.join(self.changes)}."
         larger = "a machine with more memory" if self.work.cpu else "a larger GPU"
         return f"{text} No setting was found that helps: use {larger}, a smaller model, or shorter prompts."
-
-
-def _waves(count: int | None) -> str:
-    return "1 wave" if count == 1 else f"{count} waves"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}"
-
-
-# --- planning -----------------------------------------------------------------------------------------------------------------------
 
 
 def plan_run(
@@ -248,64 +231,23 @@ def _to_be_used(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | No
     return gpu.total * (1 - _LEFT_FREE) - unplanned
 
 
-def _add_up(
-    shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | None, max_model_len: int | None
-) -> MemoryPlan:
+def _add_up(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | None, max_len: int | None) -> MemoryPlan:
     model = model or formulas.predicted_bytes(shape, work)
     if work.sharded:
         model = formulas.sharded_bytes(shape, work, model)
-    gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
-    between = (
-        work.batch * work.accumulation > work.completions // work.tensor_parallel
-    )  # a rollout in the middle of an update
-    slack = 1 + (formulas.CPU_SLACK if work.cpu else formulas.ALLOCATOR_SLACK)
-    optimizer = formulas.optimizer_bytes(work.optimizer, model)
-    copy = fixed = transient = 0
-    if work.colocated:
-        copy, fixed = formulas.engine_copy_bytes(shape, work), formulas.engine_fixed_bytes(shape, work)
-        transient = formulas.engine_rollout_bytes(shape, work)
-    elif work.rollout == "transformers":
-        transient = formulas.transformers_rollout_bytes(shape, work)
-    activations = slack * formulas.update_bytes(shape, work) + (
-        not work.cpu
-    ) * formulas.KEPT_SLACK * formulas.kept_bytes(shape, work)
-    name = f"activations of {f'{work.tokens} packed' if work.packed else f'{work.batch} x {work.length}'} tokens"
-    if work.kept_layers:
-        name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
-    if shape.delta_nets is not None and not work.delta_kernels:
-        name += ", without flash-linear-attention"
-    trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
-    context = (formulas.CPU_PROCESS_BYTES if work.cpu else formulas.CONTEXT_BYTES) + (
-        formulas.NCCL_BYTES if work.processes > 1 else 0
-    )  # which may be yet to come
-    context += formulas.DEEPSPEED_BYTES if work.deepspeed else 0
-    outside = max(gpu.outside, context) if gpu else context
-    rollout = round(slack * transient)
-    parts = [
-        Part("Python and its libraries" if work.cpu else "CUDA and whatever else is on the GPU", outside, outside),
-        Part(f"frozen base, {work.base_format}", model.base, model.base),
-        Part(trained, model.trained, model.trained),
-        Part(f"optimizer, {work.optimizer}", optimizer, optimizer),
-        Part("gradients", gradients, gradients if between else gradients - model.trained),
-        Part("the engine's copy of the weights", 0 if work.sleep else copy, copy),
-        Part("the engine's adapter, CUDA graphs and buffers", fixed, fixed),
-        Part(name, round(activations), 0),
-        Part("activations of a rollout" + f", steps of {work.step_tokens} tokens" * work.colocated, 0, rollout),
-    ]
+    parts, of_engine = _parts(shape, work, gpu, model)
     if not work.colocated:
-        return MemoryPlan(work, tuple(parts), gpu, 0, 0, 0, work.completions, max_model_len)
+        return MemoryPlan(work, tuple(parts), gpu, 0, 0, 0, work.completions, max_len)
     wanted = kv = formulas.engine_kv_bytes(shape, work, work.completions)
     least = formulas.engine_kv_bytes(shape, work, min(2, work.completions))
-    if max_model_len is not None:
-        longest = dataclasses.replace(work, prompt_length=max(0, max_model_len - work.completion_length))
+    if max_len is not None:
+        longest = dataclasses.replace(work, prompt_length=max(0, max_len - work.completion_length))
         least = max(least, formulas.engine_kv_bytes(shape, longest, 1))
     what_is_left = False
     if work.kv_limit is not None:
         kv = work.kv_limit
-    elif (
-        work.utilization is not None and gpu is not None
-    ):  # as vLLM counts: its share, minus what it takes beside the cache
-        kv = max(0, round(work.utilization * gpu.total) - copy - fixed - rollout)
+    elif work.utilization is not None and gpu is not None:  # as vLLM counts
+        kv = max(0, round(work.utilization * gpu.total) - of_engine)
     elif gpu is not None:
         taken = max(sum(part.rollout for part in parts), 0 if work.sleep else sum(part.update for part in parts))
         kv = max(0, min(max(wanted, least), gpu.total - taken))
@@ -320,7 +262,48 @@ def _add_up(
     running = None
     if shape.delta_nets is not None:  # each has its states, and a block of keys and values
         running = (kv // one_block - 1) // (shape.delta_nets.state_blocks(shape.attending) + 1)
-    return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_model_len, most_running=running)
+    return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_len, most_running=running)
+
+
+def _parts(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes) -> tuple[list[Part], int]:
+    """Everything but the KV cache, and what an engine takes beside it."""
+    gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
+    # a rollout in the middle of an update
+    between = work.batch * work.accumulation > work.completions // work.tensor_parallel
+    slack = 1 + (formulas.CPU_SLACK if work.cpu else formulas.ALLOCATOR_SLACK)
+    optimizer = formulas.optimizer_bytes(work.optimizer, model)
+    copy = fixed = transient = 0
+    if work.colocated:
+        copy, fixed = formulas.engine_copy_bytes(shape, work), formulas.engine_fixed_bytes(shape, work)
+        transient = formulas.engine_rollout_bytes(shape, work)
+    elif work.rollout == "transformers":
+        transient = formulas.transformers_rollout_bytes(shape, work)
+    activations = slack * formulas.update_bytes(shape, work)
+    if not work.cpu:
+        activations += formulas.KEPT_SLACK * formulas.kept_bytes(shape, work)
+    name = f"activations of {f'{work.tokens} packed' if work.packed else f'{work.batch} x {work.length}'} tokens"
+    if work.kept_layers:
+        name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
+    if shape.delta_nets is not None and not work.delta_kernels:
+        name += ", without flash-linear-attention"
+    trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
+    context = formulas.CPU_PROCESS_BYTES if work.cpu else formulas.CONTEXT_BYTES
+    context += formulas.NCCL_BYTES if work.processes > 1 else 0  # which may be yet to come
+    context += formulas.DEEPSPEED_BYTES if work.deepspeed else 0
+    outside = max(gpu.outside, context) if gpu else context
+    rollout = round(slack * transient)
+    parts = [
+        Part("Python and its libraries" if work.cpu else "CUDA and whatever else is on the GPU", outside, outside),
+        Part(f"frozen base, {work.base_format}", model.base, model.base),
+        Part(trained, model.trained, model.trained),
+        Part(f"optimizer, {work.optimizer}", optimizer, optimizer),
+        Part("gradients", gradients, gradients if between else gradients - model.trained),
+        Part("the engine's copy of the weights", 0 if work.sleep else copy, copy),
+        Part("the engine's adapter, CUDA graphs and buffers", fixed, fixed),
+        Part(name, round(activations), 0),
+        Part("activations of a rollout" + f", steps of {work.step_tokens} tokens" * work.colocated, 0, rollout),
+    ]
+    return parts, copy + fixed + rollout
 
 
 def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
@@ -335,10 +318,8 @@ def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
     checkpointing = [] if recomputed else [{"gradient_checkpointing": True, "kept_layers": 0}]
     small = work.sharded or "8bit" in work.optimizer or "4bit" in work.optimizer
     optimizers = [] if small else [{"optimizer": "adamw_8bit"}]
-    halves = itertools.takewhile(
-        lambda n: n >= _SHORTEST_COMPLETION, (work.completion_length >> i for i in itertools.count(1))
-    )
-    completions = [{"completion_length": length} for length in halves]
+    halves = (work.completion_length >> i for i in range(1, work.completion_length.bit_length()))
+    completions = [{"completion_length": length} for length in halves if length >= _SHORTEST_COMPLETION]
     groups: list[list[dict[str, Any]]] = [sleeping, batches, checkpointing, optimizers, completions]
     yield from ((_settings(change), dataclasses.replace(work, **change)) for group in groups[:4] for change in group)
     piled: dict[str, Any] = {}
@@ -374,3 +355,45 @@ def _settings(change: dict[str, Any]) -> tuple[str, ...]:
         "completion_length": f"max_completion_length: {change.get('completion_length')}",
     }
     return tuple(text for name, text in names.items() if name in change)
+
+
+# --- cards --------------------------------------------------------------------------------------------------------------------------
+
+#: GB by the name that a card is sold under; from Ampere on, which is what the kernels and bf16 need
+CARDS = {
+    "RTX 3060": 12, "RTX 4080": 16, "RTX 5080": 16, "RTX 3090": 24, "RTX 4090": 24, "A10": 24, "L4": 24, "RTX 5090": 32,
+    "A100 40GB": 40, "A6000": 48, "L40S": 48, "A100": 80, "H100": 80, "RTX PRO 6000": 96, "H200": 141, "B200": 180,
+}  # fmt: skip
+#: the same of cards that no table in the documentation names
+OTHERS = {
+    "RTX 4060": 8, "RTX 5060": 8, "RTX 4070": 12, "RTX 5070": 12, "RTX 4060 Ti": 8, "RTX 5070 Ti": 16, "A10G": 24, "A30": 24,
+    "A40": 48, "L40": 48, "RTX 6000 Ada": 48, "H100 NVL": 94, "GH200": 96, "B300": 288,
+}  # fmt: skip
+#: still sold in data centres, without bf16 matrix units
+_TOO_OLD = ("P100", "V100", "T4", "RTX 2080 Ti")
+_SIZE = r"\b(\d+) ?gi?b\b"
+_NO_MATTER = r"\b(nvidia|geforce|tesla|generation|laptop|gpu|pcie|sxm\d?|hbm\d?e?)\b|\brtx(?=\W|\d)"
+
+
+def gpu_of_card(name: str) -> Gpu:
+    """The memory of a card, by its name in a shop, in a cloud or in nvidia-smi ("NVIDIA H100 80GB HBM3", "a10g", "4090").
+
+    A GB is a billion bytes, which is also about what the driver leaves of a binary one.
+
+    Raises:
+        `ValueError`: it is not known, or too old.
+    """
+    known = {_plain(card): size for card, size in (CARDS | OTHERS).items()}
+    plain, said = _plain(name), re.search(_SIZE, name.lower())
+    if plain in known:
+        return Gpu((int(said[1]) if said else known[plain]) * 10**9)
+    if plain in map(_plain, _TOO_OLD):
+        raise ValueError(
+            f"--card {name!r} is older than Ampere (compute capability 8.0), which bf16 and the kernels need."
+        )
+    raise ValueError(f"--card {name!r} is none of {', '.join(CARDS | OTHERS)}. Say its memory instead: --gpu-gib.")
+
+
+def _plain(name: str) -> str:
+    """Without the words that tell no card from another, and without its memory."""
+    return "".join(re.findall(r"[a-z0-9]+", re.sub(rf"{_SIZE}|{_NO_MATTER}", " ", name.lower())))

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 
 from ..update import batches, row
-from .optimizers import optimizer_under_fsdp
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +24,9 @@ ASSUMED_PROMPT = 1024
 SHORTEST_ENGINE = 64
 #: prompts that are tokenized at a time
 _TOKENIZED_AT_ONCE = 1000
+#: what `TrainingArguments.optim` calls bitsandbytes' AdamW, and how its other optimizers' names begin
+_ADAMW_OF_BITSANDBYTES = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+_OTHERS_OF_BITSANDBYTES = ("ademamix", "lion_", "rmsprop_bnb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +36,11 @@ class Workload:
     `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
     so that attention gets a mask. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
-    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled_layers.py`,
-    `update/lora_linear.py`). `delta_kernels`: gated delta nets are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
-    do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: that one engine step may process; None: `MAX_BATCHED_TOKENS`, of which a plan
-    makes one of `LARGER_STEPS` if it fits. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
-    would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2). `deepspeed`: they run under
-    DeepSpeed (ZeRO-2). `cpu`: there is no GPU, see `on_a_cpu`.
+    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are. `delta_kernels`: gated delta nets
+    are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last
+    `kept_layers` do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: of one engine
+    step; None: `MAX_BATCHED_TOKENS`, or one of `LARGER_STEPS` if a plan has room. `kv_limit` (bytes) and `utilization` (of the GPU) replace
+    what would be planned for the KV cache. `sharded`: FSDP 2. `deepspeed`: ZeRO-2. `cpu`: there is no GPU, see `on_a_cpu`.
     """
 
     batch: int = 8
@@ -80,8 +81,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens that one backward pass computes: every sequence at full length, or a packed row with each shared prompt once, as
-        `update/row.py` lays it out."""
+        """Tokens of one backward pass: every sequence at full length, or a packed row (`update/row.py`) with each shared prompt once."""
         if not self.packed:
             return self.batch * self.length
         prompts = -(-self.batch // max(1, self.generations))
@@ -96,7 +96,6 @@ class Workload:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one engine step may process."""
         return self.batched_tokens or MAX_BATCHED_TOKENS
 
     @property
@@ -110,9 +109,8 @@ class Workload:
 
     def with_engines_of(self, gpus: int) -> "Workload":
         """The same with tensor parallel engines, each of which serves all processes on its GPUs."""
-        return dataclasses.replace(
-            self, tensor_parallel=gpus, completions=self.completions // self.tensor_parallel * gpus
-        )
+        completions = self.completions // self.tensor_parallel * gpus
+        return dataclasses.replace(self, tensor_parallel=gpus, completions=completions)
 
     def under_fsdp(self) -> "Workload":
         """The same with the trainer's weights shared out, and an engine's of its own. Processes gather the weights of each layer together, and each
@@ -121,12 +119,9 @@ class Workload:
         Raises:
             `ValueError`: an optimizer that cannot step them.
         """
+        recomputed, optimizer = self._said_or_all, optimizer_under_fsdp(self.optimizer)
         return dataclasses.replace(
-            self,
-            share_weights=False,
-            sharded=True,
-            gradient_checkpointing=self._said_or_all,
-            optimizer=optimizer_under_fsdp(self.optimizer),
+            self, share_weights=False, sharded=True, gradient_checkpointing=recomputed, optimizer=optimizer
         )
 
     def under_zero2(self) -> "Workload":
@@ -136,17 +131,11 @@ class Workload:
     def on_a_cpu(self) -> "Workload":
         """The same without a GPU, where all layers recompute too, and vLLM keeps keys and values in the model's own type."""
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it replaces what its arguments say
+        limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self._said_or_all
         return dataclasses.replace(
-            self,
-            cpu=True,
-            packed=False,
-            compiled=False,
-            graphs=False,
-            gradient_checkpointing=self._said_or_all,
-            kv_dtype_bytes=self.dtype_bytes,
-            batched_tokens=self.step_tokens,
-            kv_limit=int(space) * 2**30 if space else self.kv_limit,
-        )
+            self, cpu=True, packed=False, compiled=False, graphs=False, gradient_checkpointing=recomputed,
+            kv_dtype_bytes=self.dtype_bytes, batched_tokens=self.step_tokens, kv_limit=limit,
+        )  # fmt: skip
 
     @property
     def _said_or_all(self) -> bool:
@@ -155,8 +144,8 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt, of the longest completion, and of the longest sequence that model and engine take, if that is known.
-    `counted` is False where the prompt's is `ASSUMED_PROMPT`."""
+    """Tokens of the longest prompt and completion; `limit`: of the longest sequence that model and engine take, if known. `counted` is False
+    where the prompt's is `ASSUMED_PROMPT`."""
 
     prompt: int
     completion: int
@@ -192,7 +181,7 @@ def workload_of(
         lora_rank, lora_dropout, dtype_bytes, attention: of the model, which the configuration does not name.
     """
     fast = on_a_gpu(args.base_format)
-    engine = getattr(args, "vllm_engine_kwargs", None) or {}
+    engine = args.vllm_engine_kwargs or {}
     engine = json.loads(engine) if isinstance(engine, str) else engine
     engine = {name: value for name, value in engine.items() if value is not None}  # for vLLM, too, None is its default
     rollout = args.vllm_mode if args.use_vllm else "transformers"
@@ -206,7 +195,7 @@ def workload_of(
         accumulation=args.gradient_accumulation_steps,
         lora_rank=lora_rank,
         optimizer=str(getattr(args.optim, "value", args.optim)),
-        gradient_checkpointing=None if getattr(args, "recompute_as_needed", False) else args.gradient_checkpointing,
+        gradient_checkpointing=None if args.recompute_as_needed else args.gradient_checkpointing,
         base_format=args.base_format,
         dtype_bytes=dtype_bytes,
         attention=attention if attention in ("sdpa", "eager") else "flash",
@@ -265,39 +254,27 @@ def workload_of_file(
         parser.set_defaults(**{name: value for name, value in values.items() if name in names} | changed)
         return parser.parse_args_into_dataclasses(args=[])[0]
 
-    # whether this machine has the GPU that the run is for does not matter here
+    # this machine need not have the run's GPU
     args, model = build(Config, use_cpu=True, bf16=False, fp16=False), build(ModelConfig)
     settle_model_config(model, values, args.base_format)
     adapter = cast(LoraConfig, get_peft_config(model) or default_lora_config())
     lengths = Lengths(prompt_length, args.max_completion_length)
     dtype = (args.model_init_kwargs or {}).get("dtype", model.dtype)
     attention = model.attn_implementation or "sdpa"
-    work = workload_of(
-        args,
-        lengths,
-        lora_rank=adapter.r,
-        lora_dropout=adapter.lora_dropout,
-        dtype_bytes=dtype_bytes_of(dtype, args.base_format),
-        attention=attention,
-    )
+    of_model: dict[str, Any] = {"lora_rank": adapter.r, "lora_dropout": adapter.lora_dropout, "attention": attention}
+    work = workload_of(args, lengths, dtype_bytes=dtype_bytes_of(dtype, args.base_format), **of_model)
     return model.model_name_or_path, work.on_a_cpu() if values.get("use_cpu") else work
-
-
-# --- lengths ------------------------------------------------------------------------------------------------------------------------
 
 
 def run_lengths(trainer: Any) -> Lengths:
     """The lengths of a trainer's run: its prompts are tokenized as a rollout would, training and evaluation data alike.
 
-    Warns of prompts that leave less than `max_completion_length` tokens, where an engine cuts completions short.
-
     Raises:
-        `ValueError`: prompts leave no token for a completion, or less than `max_completion_length` where nothing would end it at the limit.
+        `ValueError`: prompts leave no token for a completion, or less than `max_completion_length` where no engine would cut it short.
     """
     args, completion = trainer.args, trainer.args.max_completion_length
-    limits = {"the model": _context(trainer)}
-    if args.use_vllm:
-        limits["the engine (vllm_max_model_length)"] = args.vllm_max_model_length
+    of_engine = args.vllm_max_model_length if args.use_vllm else None
+    limits = {"the model": _context(trainer.model), "the engine (vllm_max_model_length)": of_engine}
     known = {name: limit for name, limit in limits.items() if limit is not None}
     who = min(known, key=known.__getitem__, default="")
     limit = known.get(who)
@@ -310,16 +287,16 @@ def run_lengths(trainer: Any) -> Lengths:
         too_long = sum(length >= limit for length in lengths)
         short = sum(length + completion > limit for length in lengths)
         if too_long:
+            raised = "" if who == "the model" else ", or raise vllm_max_model_length"
             raise ValueError(
                 f"{too_long} of {len(lengths)} prompts leave no token for a completion: the longest has {longest} tokens with its chat "
-                f"template, and {who} takes {limit} in all. Filter them out of the dataset"
-                + ("." if who == "the model" else ", or raise vllm_max_model_length.")
+                f"template, and {who} takes {limit} in all. Filter them out of the dataset{raised}."
             )
         if short and not args.use_vllm:
             raise ValueError(
                 f"{short} of {len(lengths)} prompts leave less than max_completion_length={completion} tokens for a completion: the longest "
-                f"has {longest} tokens with its chat template, and the model takes {limit} in all. transformers would generate beyond that, "
-                f"where the model was never trained. Lower max_completion_length to {limit - longest}, or filter them out of the dataset."
+                f"has {longest} tokens with its chat template, and the model takes {limit} in all. Lower max_completion_length to "
+                f"{limit - longest}, or filter them out of the dataset."
             )
         if short:
             logger.warning(
@@ -332,18 +309,18 @@ def run_lengths(trainer: Any) -> Lengths:
     return Lengths(longest, completion, limit)
 
 
-def _context(trainer: Any) -> int | None:
+def _context(model: Any) -> int | None:
     """Tokens that the model takes, prompt and completion together, where its configuration says."""
-    return getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def check_rollout(trainer: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-    """Refuse to train on token ids beyond what the model takes: of prompts that nobody could count at start ([`run_lengths`]).
+def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+    """Refuse to train on more tokens than the model takes: of prompts that nobody could count at start ([`run_lengths`]).
 
     Raises:
         `ValueError`: names the longest.
     """
-    limit = _context(trainer)
+    limit = _context(model)
     pairs = zip(prompts, completions, strict=True)
     total, prompt = max(((len(p) + len(c), len(p)) for p, c in pairs), default=(0, 0))
     if limit is not None and total > limit:
@@ -358,36 +335,32 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
     """Tokens of each prompt of the training and evaluation data; nothing where they cannot be told before the run.
 
     Raises:
-        `ValueError`: a token that the model does not know.
+        `ValueError`: a token that the model does not know. On a GPU an assertion of the device would end the process, naming nothing.
     """
     from datasets import Dataset
 
-    untold = ("rollout_func", "environments", "environment_factories")
-    if any(getattr(trainer, name, None) for name in untold) or not hasattr(trainer, "_tokenize_prompts"):
+    # RLOO has none of the three
+    if any(vars(trainer).get(name) for name in ("rollout_func", "environments", "environment_factories")):
         return
-    evaluation = getattr(trainer, "eval_dataset", None)
+    evaluation = trainer.eval_dataset
     datasets = [trainer.train_dataset, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation])]
     datasets = [dataset for dataset in datasets if dataset is not None]
     for dataset in datasets:
         if not isinstance(dataset, Dataset) or {"image", "images"} & set(dataset.column_names):
             return
+    known = getattr(trainer.model.config.get_text_config(), "vocab_size", None)
     for dataset in datasets:
         prompts = dataset.select_columns("prompt")
         for start in range(0, len(prompts), _TOKENIZED_AT_ONCE):
             batch = prompts[start : start + _TOKENIZED_AT_ONCE]["prompt"]
             for ids in trainer._tokenize_prompts(batch)[0]:
-                _check_tokens(trainer, ids)
+                if known is not None and max(ids, default=0) >= known:
+                    raise ValueError(
+                        f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size): the tokenizer is another model's, or "
+                        "tokens were added to it. Pass the model's own tokenizer as processing_class, or a base whose embeddings were resized "
+                        "(resize_token_embeddings)."
+                    )
                 yield len(ids)
-
-
-def _check_tokens(trainer: Any, ids: Sequence[int]) -> None:
-    """On a GPU such a token ends the process with an assertion of the device, which names nothing."""
-    known = getattr(trainer.model.config.get_text_config(), "vocab_size", None)
-    if known is not None and max(ids, default=0) >= known:
-        raise ValueError(
-            f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size): the tokenizer is another model's, or tokens were "
-            "added to it. Pass the model's own tokenizer as processing_class, or a base whose embeddings were resized (resize_token_embeddings)."
-        )
 
 
 def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
@@ -395,3 +368,22 @@ def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
     if dtype is None or dtype == "auto":
         return 4 if base_format == "full" and dtype is None else 2
     return 4 if "32" in str(dtype) else 2
+
+
+def optimizer_under_fsdp(name: str) -> str:
+    """What steps parameters that FSDP shares out, for an optimizer of `TrainingArguments.optim`.
+
+    bitsandbytes' kernels take whole tensors ("got mixed torch.Tensor and DTensor" at the first step). Its AdamW has an equal in torch: the
+    same numbers, not rounded to 8 bits, 8 bytes per trained parameter over all processes together.
+
+    Raises:
+        `ValueError`: another one of bitsandbytes, which has none.
+    """
+    if name in _ADAMW_OF_BITSANDBYTES:
+        return "adamw_torch_fused"
+    if name.removeprefix("paged_").startswith(_OTHERS_OF_BITSANDBYTES):
+        raise ValueError(
+            f"optim={name!r} is bitsandbytes', which cannot step parameters that FSDP shares out between processes. Use optim='adamw_torch_fused', "
+            "whose state is shared out too, or plain data parallelism."
+        )
+    return name

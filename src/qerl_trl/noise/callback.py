@@ -51,42 +51,40 @@ class AQNCallback(TrainerCallback):
 
     It then recognises generation by the forward calls of the model (no gradient, no labels, a cache; an empty cache begins
     a new draw). [`QeRLGRPOTrainer`] instead brackets its rollouts with `with callback.generation(): ...`, which also serves
-    vLLM; noise is never applied twice. (With tools a rollout has several turns: alone, each is a generation with a draw of
-    its own; inside `generation()` one draw spans them all.)
+    vLLM; noise is never applied twice. (With tools each turn is a generation of its own; inside `generation()` one draw
+    spans them all.)
 
-    The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a run resumed
-    from a checkpoint draws the same noise again. The noise is active only between `on_step_begin` and
-    `on_pre_optimizer_step`, and never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is
-    evaluated under the same noise, so that its KL measures the adapter; a separate reference model is clean. A run that ends
-    with an exception leaves the hooks on: call `detach()` before using the model in training mode for something else.
+    The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a resumed run
+    draws the same noise again. The noise is active only between `on_step_begin` and `on_pre_optimizer_step`, and never in
+    evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is evaluated under the same noise; a separate
+    reference model is clean. A run that ends with an exception leaves the hooks on: call `detach()` before further use.
 
     Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last line.
-    They reach `state.log_history`, the progress bar and callbacks that were added later. Trainer calls the integrations of
-    `report_to` before any callback passed by the user, so these see the values only after `callback.log_first(trainer)`.
+    They reach `state.log_history`, the progress bar and callbacks that were added later; the integrations of `report_to` only
+    after `callback.log_first(trainer)`.
 
     Args:
         schedule: a name of `SCHEDULES` or a `NoiseSchedule`; the four following arguments belong to a name.
         sigma_start: standard deviation in the first noisy stage.
         sigma_end: standard deviation in the last stage.
         num_stages: stages of the run; stage 0 has no noise.
-        entropy_target: nats per token, for schedule "entropy_target". In scope "rollout" that needs a trainer which logs the entropy of
-            the sampling policy: [`QeRLGRPOTrainer`], [`QeRLRLOOTrainer`].
+        entropy_target: nats per token, for schedule "entropy_target"; in scope "rollout" with [`QeRLGRPOTrainer`] or [`QeRLRLOOTrainer`].
         scope: "rollout" or "policy" (`SCOPES`).
         seed: of the noise; the trainer's `args.seed` by default.
         norms: {canonical name: module} instead of what `find_noisy_norms(model)` finds.
 
     Attributes:
-        explicit: True when a trainer brackets its rollouts with `generation()`; recognition by forward calls is then off. Such a
-            trainer sets it beforehand (`from_args` does), which makes `use_vllm` acceptable.
+        explicit: True when a trainer brackets its rollouts with `generation()` (`from_args` sets it); recognition by forward calls is
+            then off, and `use_vllm` acceptable.
         penalized: True where the policy is held to a reference (beta > 0).
         engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
         draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
-        last_draw: that of the latest generation in training, also when it has ended; None before the first.
+        last_draw: that of the latest generation in training, ended or not; None before the first.
 
     Raises:
-        ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM) or whose log it cannot
-            steer by; a model without a norm to put noise on; a second AQNCallback.
-        RuntimeError: a rollout or a whole training step went by without noise; the entropy to steer by is not in the log.
+        ValueError: impossible schedule or scope; a trainer whose rollouts (vLLM) or log it cannot reach; a model without a norm to put
+            noise on; a second AQNCallback.
+        RuntimeError: a rollout or a training step went by without noise; the entropy to steer by is not in the log.
     """
 
     def __init__(
@@ -112,16 +110,15 @@ class AQNCallback(TrainerCallback):
         self.schedule, self.scope, self.seed = schedule, scope, seed
         self.explicit = self.engine = self.penalized = False
         self.draw: NoiseDraw | None = None
+        self.last_draw: NoiseDraw | None = None
         self._seed = 0
         self._given_norms = norms
         self._noise: NormNoise | None = None
         self._sampling_model: nn.Module | None = None  # the module whose generate() samples
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._state: TrainerState | None = None
-        self._in_step = False
-        self._entered = False
+        self._in_step = self._entered = False
         self._ran = False  # whether the policy has computed anything since the latest generation began
-        self.last_draw: NoiseDraw | None = None
         self._measured = True
         self._reported: float | None = None
         self._unlogged: list[tuple[float, float]] = []
@@ -132,29 +129,18 @@ class AQNCallback(TrainerCallback):
     @classmethod
     def from_args(cls, args) -> "AQNCallback":
         """The callback that a [`QeRLConfig`] asks for, for a trainer that brackets its rollouts with `generation()`."""
-        callback = cls(
-            args.aqn_schedule,
-            sigma_start=args.aqn_sigma_start,
-            sigma_end=args.aqn_sigma_end,
-            num_stages=args.aqn_num_stages,
-            entropy_target=args.aqn_entropy_target,
-            scope=args.aqn_scope,
-            seed=args.aqn_seed,
-        )
+        names = ("schedule", "sigma_start", "sigma_end", "num_stages", "entropy_target", "scope", "seed")
+        callback = cls(**{name: vars(args)[f"aqn_{name}"] for name in names})
         callback.explicit, callback.engine, callback.penalized = True, args.use_vllm, bool(getattr(args, "beta", 0))
         return callback
 
     def attach(self, model: nn.Module, seed: int = 0) -> None:
-        """Find the norms of `model` and hook them. Called at the start of training.
-
-        A trainer may call it earlier, as soon as the model is complete; the search is not repeated for the same model.
-        """
+        """Find the norms of `model` and hook them: at the start of training, or earlier. The search is not repeated for the same model."""
         candidates = (module for module in unwrap(model).modules() if isinstance(module, PreTrainedModel))
         policy = next((module for module in candidates if module.can_generate()), None)
         if policy is None:
             raise ValueError(
-                f"{type(model).__name__} contains no transformers model that can generate, so there is no rollout to put "
-                "noise on. Pass a causal language model of transformers, bare or in PEFT."
+                f"{type(model).__name__} contains no transformers model that can generate. Pass a causal language model, bare or in PEFT."
             )
         norms = self._given_norms
         if norms is None:
@@ -172,7 +158,7 @@ class AQNCallback(TrainerCallback):
         ]
 
     def detach(self) -> None:
-        """Take every hook off the model. Called at the end of training."""
+        """Take every hook off the model, at the end of training."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -195,10 +181,7 @@ class AQNCallback(TrainerCallback):
 
     @property
     def sigma_effective(self) -> float:
-        """Rms of what the latest draw really added to the norm weights; NaN while no noisy norm has run.
-
-        When vLLM generates, the engine measures, and hands over its number by assigning it here.
-        """
+        """Rms of what the latest draw really added to the norm weights; NaN while no noisy norm has run. An engine's number is assigned."""
         if self._reported is not None:
             return self._reported
         effective = self._noise.sigma_effective() if self._noise is not None and self.last_draw is not None else 0.0
@@ -214,27 +197,21 @@ class AQNCallback(TrainerCallback):
     def generation(self) -> Iterator[NoiseDraw]:
         """One rollout: a new draw if this is a training step, a clean one (sigma 0) in evaluation or outside a step.
 
-        The noise acts on the transformers model inside the context, unless `engine` says that vLLM generates and applies
-        the draw itself.
+        The noise acts on the transformers model, unless `engine` says that vLLM generates and applies the draw itself.
 
         Yields:
             the draw; also `self.draw` while inside.
 
         Raises:
-            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run. Of the first rollout, which has no
-                noise yet, the model has to have run at all: what would end the run later ends it before its first update.
+            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run; in the first rollout, which has no
+                noise yet, the model itself.
         """
-        self.explicit = True
-        self._ran = False
-        on_model = not self.engine
-        if not self._training():
-            step = self._state.global_step if self._state is not None else 0
-            self.draw = NoiseDraw(0.0, self._seed, step, 0)
-            on_model = False
-        else:
-            self.draw = self._new_draw()
+        self.explicit, self._ran = True, False
+        training = self._training()
+        step = self._state.global_step if self._state is not None else 0
+        self.draw = self._new_draw() if training else NoiseDraw(0.0, self._seed, step, 0)
         try:
-            if not on_model:
+            if self.engine or not training:
                 yield self.draw
                 return
             with self._attached().active():
@@ -281,7 +258,9 @@ class AQNCallback(TrainerCallback):
 
     def _before_forward(self, args: tuple, kwargs: dict) -> None:
         self._ran = True
-        if self.explicit or not self._training() or not self._is_generation(args, kwargs):
+        # generate() always passes `use_cache`; the log-probability forwards of TRL pass labels and no cache
+        generates = not torch.is_grad_enabled() and kwargs.get("labels") is None and "use_cache" in kwargs
+        if self.explicit or not self._training() or not generates:
             return
         if self._begins_generation(args, kwargs):
             self._new_draw()
@@ -294,11 +273,6 @@ class AQNCallback(TrainerCallback):
             self._entered = False
             self._attached().exit()
 
-    @staticmethod
-    def _is_generation(args: tuple, kwargs: dict) -> bool:
-        # generate() always passes `use_cache`; the log-probability forwards of TRL pass labels and no cache
-        return not torch.is_grad_enabled() and kwargs.get("labels") is None and "use_cache" in kwargs
-
     def _begins_generation(self, args: tuple, kwargs: dict) -> bool:
         cache = kwargs.get("past_key_values")
         if cache is not None:
@@ -306,9 +280,7 @@ class AQNCallback(TrainerCallback):
         # without a cache each forward gets the whole sequence; it continues the last one if it extends it by one column
         ids = kwargs.get("input_ids", args[0] if args else None)
         before, self._uncached_prefix = self._uncached_prefix, ids
-        return (
-            before is None or ids is None or before.shape != ids[:, :-1].shape or not torch.equal(before, ids[:, :-1])
-        )
+        return before is None or ids is None or not torch.equal(before, ids[:, :-1])
 
     # ------------------------------------------------------------------ draws
 
@@ -350,8 +322,7 @@ class AQNCallback(TrainerCallback):
         logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self._state = state
-        self._in_step = True
+        self._state, self._in_step = state, True
         self._attached().in_training = self.scope == "policy" and self.last_draw is not None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -362,8 +333,8 @@ class AQNCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.last_draw is None:
             raise RuntimeError(
-                "A training step went by and AQNCallback saw no generation by the policy, so no noise would ever act. It belongs in a trainer that "
-                "samples from its model with transformers generation (GRPOTrainer, RLOOTrainer); with another engine use QeRLGRPOTrainer."
+                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that samples from its model with "
+                "transformers (GRPOTrainer, RLOOTrainer); with another engine use QeRLGRPOTrainer."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -373,8 +344,8 @@ class AQNCallback(TrainerCallback):
         metric = self.schedule.metric if isinstance(self.schedule, EntropyTargetSchedule) else None
         if metric and metric not in logs and not any(metric in entry for entry in state.log_history):
             raise RuntimeError(
-                f"schedule='entropy_target' steers by {metric!r}, and this run does not log it: sigma would stay at {self.sigma:g} whatever "
-                "happens. Use aqn_scope='policy', in which the trainer's own entropy is that of the noisy policy, or another schedule."
+                f"schedule='entropy_target' steers by {metric!r}, which this run does not log: sigma would stay at {self.sigma:g}. Use "
+                "aqn_scope='policy', in which the trainer's own entropy is that of the noisy policy, or another schedule."
             )
         draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
         if "aqn/sigma" in logs:  # the trainer logs it
@@ -392,35 +363,32 @@ class AQNCallback(TrainerCallback):
         self.detach()
 
     def log_first(self, trainer) -> None:
-        """Move this callback before the integrations of `report_to`, so that W&B, TensorBoard and others log its values.
-
-        Trainer calls callbacks in a fixed order: its own, those of `report_to`, the user's, the progress bar.
-        """
+        """Move this callback before the integrations of `report_to`, so that they log its values: Trainer calls them before the user's."""
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
 
     def _check_reach(self, args) -> None:
         if hasattr(args, "aqn_scope") and not self.explicit:
-            what = f"AQNCallback was added to a trainer that has noise of its own (aqn={args.aqn}): it would act without being corrected or recorded."
-            raise ValueError(f"{what} Leave it out, and set aqn=True and the other aqn_ arguments.")
+            raise ValueError(
+                f"AQNCallback was added to a trainer that has noise of its own (aqn={args.aqn}). Leave it out, and set the aqn_ arguments."
+            )
         if getattr(args, "use_transformers_continuous_batching", False):
             raise ValueError(
-                "AQNCallback cannot be used with use_transformers_continuous_batching=True: its rollouts bypass the model's "
-                "generate(). Use the default transformers generation, or QeRLGRPOTrainer with use_vllm=True."
+                "AQNCallback with use_transformers_continuous_batching=True cannot work: its rollouts bypass generate(). Leave one of them out."
             )
         if isinstance(self.schedule, EntropyTargetSchedule) and self.scope == "rollout" and not self.explicit:
             raise ValueError(
-                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not log; its "
-                "own `entropy` is the clean policy's, without the noise. Use scope='policy', QeRLGRPOTrainer (or QeRLRLOOTrainer), or another schedule."
+                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not log. Use "
+                "scope='policy', QeRLGRPOTrainer (or QeRLRLOOTrainer), or another schedule."
             )
         if getattr(args, "use_vllm", False) and not self.explicit:
             raise ValueError(
-                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine: the noise would silently do "
-                "nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer) with aqn=True, which carries it into vLLM, or use_vllm=False."
+                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine. Use QeRLGRPOTrainer (or "
+                "QeRLRLOOTrainer) with aqn=True, which carries the noise into vLLM, or use_vllm=False."
             )
         if self.scope == "rollout" and not self.explicit:
             logger.warning_once(
-                "AQNCallback alone, with scope='rollout': completions are sampled under noise, and this trainer takes them for the clean policy's, without "
-                "a correction of the update. Use QeRLGRPOTrainer, which corrects it, or scope='policy', in which nothing needs a correction."
+                "AQNCallback alone, with scope='rollout': this trainer takes noisy completions for the clean policy's. Use QeRLGRPOTrainer, which "
+                "corrects the update, or scope='policy', in which nothing needs a correction."
             )

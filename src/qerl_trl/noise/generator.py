@@ -68,7 +68,10 @@ def standard_noises(
     """
     table, scale = _table(device)
     plan = _plan(tuple(sizes), device)
-    keys = [struct.unpack("<2q", _digest(f"{seed}:{step}:{generation}:{name}")) for name in names]
+    digests = [
+        hashlib.blake2b(f"{seed}:{step}:{generation}:{name}".encode(), digest_size=16).digest() for name in names
+    ]
+    keys = [struct.unpack("<2q", digest) for digest in digests]
     k0, k1 = torch.tensor(keys, dtype=torch.int64).T.contiguous().to(device, non_blocking=True)[:, plan.norm]
     words = _mix(_mix(plan.counter + k0) + k1)
     pieces = (words[:, None] >> plan.shifts) & (2**_BITS - 1)
@@ -81,10 +84,6 @@ def sample(device: torch.device) -> str:
     otherwise."""
     numbers = standard_noises(0, 1, 2, ["sample"], [1001], device)
     return hashlib.blake2b(numbers.cpu().numpy().astype("<f4").tobytes(), digest_size=8).hexdigest()
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -109,18 +108,11 @@ def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
         norm = torch.repeat_interleave(torch.arange(len(sizes)), words)
         counter = torch.arange(len(norm)) - (words.cumsum(0) - words)[norm]
         place = 2 * counter[:, None] + torch.arange(2)
-        keep = (
-            (place < torch.tensor(sizes)[norm][:, None]).flatten().nonzero()[:, 0]
-            if any(s % 2 for s in sizes)
-            else None
-        )
-        shifts = torch.arange(0, 64, _BITS)
-        return _Plan(
-            (counter * _signed(GOLDEN)).to(device),
-            norm.to(device),
-            shifts.to(device),
-            None if keep is None else keep.to(device),
-        )
+        keep = None
+        if any(size % 2 for size in sizes):
+            keep = (place < torch.tensor(sizes)[norm][:, None]).flatten().nonzero()[:, 0].to(device)
+        counted, shifts = (counter * _signed(GOLDEN)).to(device), torch.arange(0, 64, _BITS).to(device)
+        return _Plan(counted, norm.to(device), shifts, keep)
 
 
 @functools.lru_cache(maxsize=8)

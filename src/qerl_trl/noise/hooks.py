@@ -35,10 +35,9 @@ class NoiseDraw(NamedTuple):
     generation: int
 
     def check(self, effective: float) -> None:
-        """Compare with the rms of what an engine says it added to its norms.
-
+        """
         Raises:
-            RuntimeError: it is not this draw alone.
+            RuntimeError: `effective`, the rms of what an engine says it added to its norms, is not that of this draw alone.
         """
         if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
             return
@@ -53,10 +52,9 @@ class NormNoise:
     """Noise on the norms of a live transformers model, through forward hooks.
 
     `set(draw)` chooses the noise, `with active():` applies it, `in_training = True` applies it in every forward of a norm that is
-    in training mode (and in the recomputation of gradient checkpointing, which happens in the backward pass). During one
-    forward of a norm the entry `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back afterwards,
-    also when the forward raises. A trainable norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change,
-    because between forwards the module is what they left there.
+    in training mode (and in the recomputation of gradient checkpointing). During one forward of a norm the entry
+    `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back, also when the forward raises. A trainable
+    norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change: between forwards the module is what they left.
 
     Args:
         norms: {canonical name: module}, from `find_noisy_norms`.
@@ -71,14 +69,12 @@ class NormNoise:
         for name, module in norms.items():
             if module in _noisy_modules:
                 raise ValueError(
-                    f"The norm {name!r} already carries adaptive quantization noise, and two noises would add up. Use one "
-                    "AQNCallback per model (QeRL trainers bring their own; aqn=False turns it off), and call detach() on one that an "
-                    "interrupted run left behind."
+                    f"The norm {name!r} already carries adaptive quantization noise. Use one AQNCallback per model (QeRL trainers bring "
+                    "their own), and call detach() on one that an interrupted run left behind."
                 )
         self.norms = dict(norms)
         self.draw: NoiseDraw | None = None
-        self._in_training = False
-        self._depth = 0
+        self._in_training, self._depth = False, 0
         self._noise: dict[str, torch.Tensor] = {}
         self._ready: dict[str, tuple[int, torch.Tensor]] = {}
         self._landed: dict[str, torch.Tensor] = {}
@@ -122,7 +118,6 @@ class NormNoise:
             self._compute()
 
     def clear(self) -> None:
-        """Forget the draw: clean from now on."""
         self.draw, self.in_training = None, False
         self._noise, self._ready, self._landed = {}, {}, {}
 
@@ -136,12 +131,11 @@ class NormNoise:
             self.exit()
 
     def enter(self) -> None:
-        """Begin what `active` does, for callers that cannot use `with`."""
+        """`active` for callers that cannot use `with`; ended by `exit`."""
         self._compute()
         self._depth += 1
 
     def exit(self) -> None:
-        """End what `enter` began."""
         assert self._depth > 0, "exit() without enter()"
         self._depth -= 1
 
@@ -151,10 +145,9 @@ class NormNoise:
         return len(self._landed)
 
     def sigma_effective(self) -> float | None:
-        """Rms of what the current draw really added to the weights that norms computed with; None if none ran noisy yet.
+        """Rms of what the current draw added to the weights that norms computed with, in the first noisy forward of each; None before.
 
-        Measured in the first noisy forward of each norm, on the weight used there. Equals sigma up to the sampling error
-        of the noise itself, 1/sqrt(2 n) over n values.
+        Equals sigma up to the sampling error of the noise itself, 1/sqrt(2 n) over n values.
         """
         if self.draw is not None and self.draw.sigma == 0:
             return 0.0
@@ -217,9 +210,8 @@ class NormNoise:
 
     def _noisy_weight(self, name: str, clean: torch.Tensor) -> torch.Tensor:
         """weight + sigma * z in fp32 (fp64 for an fp64 weight); kept between forwards if the weight is frozen."""
-        compiling = (
-            torch.compiler.is_compiling()
-        )  # a compiled graph fuses the sum; entries that come and go would break it up
+        # a compiled graph fuses the sum; entries that come and go would break it up
+        compiling = torch.compiler.is_compiling()
         if not compiling:
             version, noisy = self._ready.get(name, (None, None))
             if noisy is not None and version == clean._version and noisy.device == clean.device:
@@ -247,11 +239,10 @@ class NormNoise:
 def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bool]:
     """Inside, the noise that acts lies on the weights of `modules`, and the hooks are out of sight.
 
-    For a caller that has compiled what is around them: the hooks of each norm are its own, so a compiler that saw them would compile every layer for
-    itself, while a weight is one more input. Values and gradients are those of the hooks.
+    For compiled layers: a compiler that saw the hooks, which are each norm's own, would compile every layer for itself, while a weight is one more
+    input. Values and gradients are those of the hooks.
 
     Args:
-        modules: norms and other modules; those without noise are left alone.
         rehearse: as if the noise acted, with the clean values.
 
     Returns:

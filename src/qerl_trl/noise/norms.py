@@ -28,9 +28,8 @@ from ..support.phases import evaluation_mode
 def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
     """Norms whose output feeds a linear layer other than the output head, by canonical name, in model order.
 
-    Runs one forward of four tokens, in evaluation mode, without gradients and without a cache. Random state, gradients and
-    every module's training flag are afterwards what they were. Under FSDP2 and ZeRO-3 the forward is collective: call this
-    on every rank.
+    Runs one forward of four tokens, which leaves random state, gradients and training flags as they were. Under FSDP2 and
+    ZeRO-3 it is collective: call this on every rank.
 
     Args:
         model: a causal language model of transformers, bare or inside PEFT, DDP, FSDP2 or torch.compile; on one device
@@ -45,7 +44,7 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
         RuntimeError: the tiny forward failed.
     """
     model = unwrap(model)
-    width = _hidden_size(model)
+    width = getattr(_text_config(model), "hidden_size", None)
     norms = {name: module for name, module in model.named_modules() if _is_norm(module, width)}
     fed = _trace(model, norms, inputs) if norms else set()
     found = {canonical_name(name): module for name, module in norms.items() if name in fed}
@@ -53,10 +52,8 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
         seen = sorted({type(module).__name__ for module in norms.values()}) or ["none"]
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         raise ValueError(
-            f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: "
-            f"{', '.join(seen)}), so adaptive quantization noise has nowhere to go. That is so by design where norms follow "
-            "the linear layers, as in OLMo-2. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm "
-            "model such as Qwen, Llama, Mistral, Gemma or Phi-3."
+            f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: {', '.join(seen)}), as "
+            "in OLMo-2, where norms follow the linear layers. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm model."
         )
     return found
 
@@ -71,17 +68,9 @@ def check_reference(model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
     noisy = [name for name, module in norms.items() if module in trained]
     if noisy:
         raise ValueError(
-            f"aqn_scope='policy' with beta > 0 cannot work with trained norms (modules_to_save: {noisy[0]} and {len(noisy) - 1} more): the reference policy "
-            "would be evaluated without their noise, and the KL penalty would train against it. Use aqn_scope='rollout', leave the norms out of "
-            "modules_to_save, or set beta=0."
+            f"aqn_scope='policy' with beta > 0 cannot work with trained norms (modules_to_save: {noisy[0]} and {len(noisy) - 1} more): the reference "
+            "policy would have no noise. Use aqn_scope='rollout', leave the norms out of modules_to_save, or set beta=0."
         )
-
-
-def _hidden_size(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        return None
-    return getattr(config.get_text_config(decoder=True), "hidden_size", None)
 
 
 def _is_norm(module: nn.Module, width: int | None) -> bool:
@@ -129,14 +118,16 @@ def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str
         for module in model.modules()
         if module not in head_modules and _is_linear(module)
     ]
-    device = _input_device(model)
+    embedding = _embeddings(model, "get_input_embeddings")
+    device = next((embedding if embedding is not None else model).parameters()).device
     if inputs is None:
         vocabulary = getattr(_text_config(model), "vocab_size", None) or 5
         inputs = {"input_ids": torch.arange(1, 5, device=device).remainder(vocabulary)[None], "use_cache": False}
     try:
         with (
             torch.no_grad(),
-            _undisturbed(model, device),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            evaluation_mode(model),
             decoded_weights(model),
             _no_products(model),
             torch.compiler.set_stance("force_eager"),
@@ -145,7 +136,7 @@ def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
         raise RuntimeError(
             f"One forward of {type(model).__name__} with {', '.join(inputs)}, to find the norms that carry the noise, failed: {error}. "
-            "Pass AQNCallback(norms=find_noisy_norms(model, inputs={...})) with the inputs that it needs."
+            "Pass AQNCallback(norms=find_noisy_norms(model, inputs={...}))."
         ) from error
     finally:
         for handle in handles:
@@ -161,9 +152,7 @@ def _no_products(model: nn.Module) -> Iterator[None]:
     def zeros(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(*x.shape[:-1], layer.out_features)
 
-    layers = [
-        m for m in model.modules() if isinstance(m, NVFP4Linear) and "forward" not in vars(m)
-    ]  # accelerate's hooks
+    layers = [m for m in model.modules() if isinstance(m, NVFP4Linear) and "forward" not in vars(m)]
     for layer in layers:
         vars(layer)["forward"] = partial(zeros, layer)
     try:
@@ -181,16 +170,3 @@ def _text_config(model: nn.Module) -> Any:
 def _embeddings(model: nn.Module, method: str) -> nn.Module | None:
     get = getattr(model, method, None)  # transformers' models have it, other modules need not
     return None if get is None else get()
-
-
-def _input_device(model: nn.Module) -> torch.device:
-    embedding = _embeddings(model, "get_input_embeddings")
-    return next((embedding if embedding is not None else model).parameters()).device
-
-
-@contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode inside; random state and each module's own training flag restored after."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), evaluation_mode(model):
-        yield

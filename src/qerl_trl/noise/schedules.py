@@ -53,8 +53,7 @@ class NoiseSchedule:
         _check_sigma("sigma_end", self.sigma_end)
         if isinstance(self.num_stages, bool) or not isinstance(self.num_stages, int) or self.num_stages < 2:
             raise ValueError(
-                f"num_stages={self.num_stages!r} leaves no stage with noise, because stage 0 has none. Pass an integer >= 2; "
-                "the paper uses 10."
+                f"num_stages={self.num_stages!r} leaves no stage with noise, because stage 0 has none. Pass an integer >= 2."
             )
 
     @property
@@ -93,8 +92,8 @@ class ExponentialSchedule(NoiseSchedule):
         super().__post_init__()
         if self.sigma_start > 0 and self.sigma_end == 0:
             raise ValueError(
-                f"sigma_end=0 cannot be reached from sigma_start={self.sigma_start} by exponential decay. Pass a small "
-                "positive sigma_end (the paper: 5e-4), or schedule='linear' or 'cosine'."
+                f"sigma_end=0 cannot be reached from sigma_start={self.sigma_start} by exponential decay. Pass sigma_end > 0 (the "
+                "paper: 5e-4), or schedule='linear' or 'cosine'."
             )
 
     def shape(self, progress: float) -> float:
@@ -147,21 +146,17 @@ class ConstantSchedule(NoiseSchedule):
 class EntropyTargetSchedule(NoiseSchedule):
     """Steers sigma so that the entropy of the policy that samples follows `target`: an integral controller on ln(sigma).
 
-    Starts at the geometric mean of sigma_start and sigma_end and, for each logged entropy H of the sampling policy up to the current
-    step,
+    Starts at the geometric mean of sigma_start and sigma_end and, for each logged entropy H of the sampling policy so far,
 
         ln(sigma) += gain * clip((target - H) / target, -1, 1),   clipped to ln of [sigma_end, sigma_start] (in either order)
 
-    An entropy below the target raises the noise, one above lowers it; sigma never leaves the two, and what is clipped off is forgotten, so it
-    turns back at once (no wind-up). The state is recomputed from the trainer's `log_history`, which every checkpoint holds, so a resumed
-    run continues with the same sigma. That is exact when checkpoints fall on logging steps: TRL averages the entropy between two logs, and
-    a restart forgets a half-filled average.
+    What is clipped off is forgotten, so sigma turns back at once (no wind-up). The state is recomputed from the trainer's `log_history`,
+    which every checkpoint holds: a resumed run continues with the same sigma, exactly where checkpoints fall on logging steps.
 
     Args:
         target: entropy to keep, nats per token, as the trainer logs `metric`.
         gain: change of ln(sigma) a log line at 100 % error.
-        metric: which logged number is H. It has to be one that sigma enters: of the noisy policy (`rollout/entropy`), not of the clean one
-            (`entropy`, unless the trainer's own log-probabilities are noisy too, scope "policy").
+        metric: which logged number is H: of the noisy policy (`rollout/entropy`; `entropy` in scope "policy").
 
     Raises:
         ValueError: no positive target, no positive gain, or a sigma of 0 (its logarithm has no place to start from).
@@ -175,20 +170,16 @@ class EntropyTargetSchedule(NoiseSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("sigma_start", self.sigma_start), ("sigma_end", self.sigma_end)):
-            if value == 0:
-                raise ValueError(
-                    f"{name}=0 bounds nothing: entropy_target moves ln(sigma). Pass a value > 0, e.g. 5e-4."
-                )
+        if 0 in (self.sigma_start, self.sigma_end):
+            name = "sigma_start" if self.sigma_start == 0 else "sigma_end"
+            raise ValueError(f"{name}=0 bounds nothing: entropy_target moves ln(sigma). Pass a value > 0, e.g. 5e-4.")
         if self.target is None or not math.isfinite(self.target) or self.target <= 0:
             raise ValueError(
-                f"entropy_target={self.target} is not an entropy to steer to. Pass a positive number of nats per token; the "
-                "`entropy` that a short run without noise logs is a good first value."
+                f"entropy_target={self.target} is not an entropy to steer to. Pass nats per token > 0, such as the `entropy` of a short run "
+                "without noise."
             )
         if not math.isfinite(self.gain) or self.gain <= 0:
-            raise ValueError(
-                f"gain={self.gain} does not steer. Pass a positive number; {type(self).gain} is the default."
-            )
+            raise ValueError(f"gain={self.gain} does not steer. Pass a number > 0; {type(self).gain} is the default.")
 
     def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
         low, high = sorted((math.log(self.sigma_start), math.log(self.sigma_end)))
@@ -203,18 +194,11 @@ class EntropyTargetSchedule(NoiseSchedule):
         return min(max(math.exp(log_sigma), low), high)  # exp(log(x)) may be one bit above x
 
 
+_CLASSES = (
+    ExponentialSchedule, LinearSchedule, CosineSchedule, LogarithmicSchedule, ConstantSchedule, EntropyTargetSchedule,
+)  # fmt: skip
 #: schedule name -> class
-SCHEDULES: dict[str, type[NoiseSchedule]] = {
-    cls.name: cls
-    for cls in (
-        ExponentialSchedule,
-        LinearSchedule,
-        CosineSchedule,
-        LogarithmicSchedule,
-        ConstantSchedule,
-        EntropyTargetSchedule,
-    )
-}
+SCHEDULES: dict[str, type[NoiseSchedule]] = {cls.name: cls for cls in _CLASSES}
 
 
 def make_schedule(

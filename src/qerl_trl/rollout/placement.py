@@ -8,7 +8,6 @@ And which optimizer steps parameters of which a process then has a part.
 """
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -16,7 +15,8 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from ..checkpoint import seal
-from ..memory.optimizers import optimizer_under_fsdp
+from ..memory.workload import optimizer_under_fsdp
+from ..support.distributed import fsdp_version
 
 if TYPE_CHECKING:
     from .generation import QeRLVLLMGeneration
@@ -37,14 +37,6 @@ class StartsEngine(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._generation.start()
-
-
-def fsdp_version(args: Any) -> int | None:
-    """Of the FSDP that a run will use, by its arguments or by what `accelerate launch` left in the environment; None: none."""
-    said = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
-    if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        return int(os.environ.get("FSDP_VERSION", "1"))
-    return said
 
 
 def settle_optimizer(args: Any) -> None:

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..checkpoint.records import hardware, versions
 from ..memory.formulas import model_bytes, optimizer_bytes
-from ..memory.of_trainer import plan_trainer
 from ..nvfp4.kernels import selected_for_model
 from ..nvfp4.linear import NVFP4Linear, describe
 
@@ -37,7 +36,7 @@ def base_description(model: nn.Module, base_format: str) -> str:
 def banner(trainer) -> str:
     """The lines printed when a run starts."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    sizes, plan = model_bytes(model), plan_trainer(trainer)
+    sizes, plan = model_bytes(model), trainer.memory_plan
     package_versions = versions()
     rollout = "transformers generate"
     if args.use_vllm:

@@ -23,11 +23,10 @@ from ..model.ready import given_model, name_base
 from ..model.sharding import loaded_everywhere
 from ..nvfp4.config import NVFP4Config, stored_quantization
 from ..nvfp4.linear import has_nvfp4
-from ..rollout.placement import fsdp_version
 from ..rollout.sampling import settle_ends
 from ..rollout.supported import check_environment, check_given
 from ..support import secrets
-from ..support.distributed import keep_buckets
+from ..support.distributed import fsdp_version, keep_buckets
 from . import folder
 
 #: of `model_init_kwargs`, those of the policy alone

@@ -5,6 +5,7 @@ When one of them fails or is killed, the launcher (torchrun's agent, which `acce
 
 import functools
 import math
+import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -127,3 +128,11 @@ def rewards_of_all(
         if text is not None:
             raise RuntimeError(f"Process {rank} of {len(texts)} failed: {text}")
     return rewards
+
+
+def fsdp_version(args: Any) -> int | None:
+    """Of the FSDP that a run will use, by its arguments or by what `accelerate launch` left in the environment; None: none."""
+    said = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
+    if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        return int(os.environ.get("FSDP_VERSION", "1"))
+    return said

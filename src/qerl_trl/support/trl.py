@@ -40,10 +40,10 @@ if TYPE_CHECKING:
         pad_to_multiple_of: Any
         _tokenizer: Any
         base_sha256: str | None  # our own, set by QeRLMixin
-        memory_plan: Any  # the same
-        longest_sequence: (
-            int | None
-        )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
+        memory_plan: Any  # the same: a MemoryPlan, or None
+        _padded_logps: Any  # the same: TRL's own `_get_per_token_logps_and_entropies`
+        #: prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
+        longest_sequence: int | None
         sources: dict[str, dict[str, str]]  # the same: digests of the user's functions
         given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler that came ready
         optimizer: Any

@@ -1,8 +1,8 @@
 """Attention over a packed row: sequences one after the other, each token attending to its own sequence only.
 
-One function, registered with transformers under [`NAME`] and set once on the trainer's model. Which sequence a token belongs to reaches it
-as arguments of the model's call ([`Segments`]), which transformers passes on to every attention layer, also when a checkpointed layer is
-computed again in the backward. Without them (generation, evaluation, pictures) it is transformers' `sdpa`, with the same masks.
+One function, registered with transformers under [`NAME`] and set once on the trainer's model. It is told of sequences by arguments of the
+model's call ([`Segments`]), which transformers passes on to every attention layer, also in a recomputation. Without them (generation,
+evaluation, pictures) it is transformers' `sdpa`, with the same masks.
 
     Segment s asks with queries cu_q[s]..cu_q[s+1] and may look at keys cu_k[s]..cu_k[s+1]; both end with the same token, so query i of
     n_q sees keys up to i + n_k - n_q ("bottom right" causal), with a sliding window of W only the last W of them.
@@ -30,8 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "qerl_varlen"
-#: what this PyTorch's function can be told: windows and a scale came later than it. So did a flag for grouped heads, without which it takes
-#: them as they are
+#: what this PyTorch's function can be told. Without the flag for grouped heads it takes them as they are
 _TAKES = inspect.signature(varlen_attn).parameters
 _TAKES_WINDOW, _TAKES_SCALE, _TAKES_GROUPS = (name in _TAKES for name in ("window_size", "scale", "enable_gqa"))
 #: head sizes that PyTorch's flash attention takes
@@ -43,7 +42,7 @@ _in_trial: ContextVar[float | None] = ContextVar("in_trial", default=None)
 
 
 class CannotPack(Exception):
-    """An attention layer wants something that a packed row cannot give; the message says what."""
+    """What an attention layer wants that a packed row cannot give."""
 
 
 class Segments(NamedTuple):
@@ -72,8 +71,7 @@ def packed_call() -> Iterator[None]:
 
 @contextmanager
 def trial(longest: int | None = None) -> Iterator[None]:
-    """In the block a packed call's mask with a window is [`_Window`], so that a layer that has its window from the mask alone, and would attend
-    to everything when packed, is known, also where the trial's own sequences are shorter than the window.
+    """In the block a packed call's mask with a window is [`_Window`], which shows a layer that has its window from the mask alone.
 
     Args:
         longest: tokens of the longest sequence that will be packed, beyond which no window acts; not known by default.
@@ -129,9 +127,8 @@ def attention(
         [`CannotPack`]: the row is packed and the layer wants a mask, dropout, a bias, sinks, or another direction than causal.
     """
     if cu_seq_lens_q is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        own = query, key, value, attention_mask, dropout, scaling
+        return sdpa_attention_forward(module, *own, **kwargs)
     assert cu_seq_lens_k is not None and max_length_q is not None and max_length_k is not None
     if isinstance(attention_mask, _Window):
         if kwargs.get("sliding_window") != int(attention_mask):
@@ -186,7 +183,7 @@ def reference(
 
     Args:
         q: (T, H, D). k, v: (K, G, D). cu_q, cu_k, max_q, max_k: see [`Segments`].
-        scale: of the scores, D^-0.5 by default. window: as many keys does a query see at most, itself included.
+        scale: of the scores, D^-0.5 by default. window: keys that a query sees at most, itself included.
 
     Returns:
         (T, H, D of v).
@@ -200,15 +197,13 @@ def reference(
         if window is not None:
             seen &= place_k > place_q - window
         one, keys, values = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        attended = nn.functional.scaled_dot_product_attention(
-            one, keys, values, attn_mask=seen, scale=scale, enable_gqa=True
-        )
-        out.append(attended.transpose(0, 1))
+        sdpa = nn.functional.scaled_dot_product_attention
+        out.append(sdpa(one, keys, values, attn_mask=seen, scale=scale, enable_gqa=True).transpose(0, 1))
     return torch.cat(out)
 
 
 def fast_kernel_is_missing(device: torch.device) -> str | None:
-    """Why attention over a packed row would be slow or impossible on this device; `None` where it is fast."""
+    """Why attention over a packed row would be slow or impossible here; `None` where it is fast."""
     if device.type != "cuda":
         return f"there is no fast kernel for it on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -217,17 +212,7 @@ def fast_kernel_is_missing(device: torch.device) -> str | None:
     return None
 
 
-def _varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
+def _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale=None, window=None) -> torch.Tensor:
     """[`reference`] with `torch.nn.attention.varlen.varlen_attn`, in bfloat16 or float16.
 
     Raises:

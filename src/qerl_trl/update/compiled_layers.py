@@ -43,8 +43,7 @@ from ..noise.hooks import laid_on
 from ..nvfp4.architectures import delta_net_layers
 from ..support.trl import OnlineTrainer
 from . import attention
-from .layer_function import FAILURES, LayerFunction, tensors
-from .layers import base_of, decoder_layers, decoder_of
+from .layer_function import FAILURES, LayerFunction, base_of, decoder_layers, decoder_of, tensors
 from .packing import Packing
 
 logger = logging.getLogger(__name__)
@@ -76,9 +75,8 @@ class CompiledLayers:
     ) -> None:
         self.layers, self.norm = layers, norm
         self.rehearsing: str | None = None  # in `warm_up`: "clean" or "noisy"
-        self.ran_compiled = (
-            False  # the latest layer; the norm after the layers has no argument that tells generation from an update
-        )
+        # the latest layer; the norm after the layers has no argument that tells generation from an update
+        self.ran_compiled = False
         functions: dict[Callable, LayerFunction] = {}
         self.forwards: list[_Forward] = []
         for index, module in enumerate((*layers, *([norm] if norm is not None else []))):
@@ -100,11 +98,8 @@ class CompiledLayers:
                 forward.function.give_up(forward.module, reason)
 
     def recompute(self, layers: Iterable[nn.Module]) -> None:
-        """Let these layers, and no others, keep nothing but their input for the backward pass, as with gradient checkpointing.
-
-        In place of transformers' switch (`layer.gradient_checkpointing`), which recomputes around the layer: where that is on, nothing is
-        recomputed inside. It holds for a layer that does not compile as well.
-        """
+        """Let these layers, and no others, keep nothing but their input for the backward pass, compiled or not. Where transformers' switch
+        (`layer.gradient_checkpointing`) is on, nothing is recomputed inside."""
         wanted = {id(layer) for layer in layers}
         for forward in self.forwards:
             forward.recomputes = id(forward.module) in wanted
@@ -216,7 +211,7 @@ def _with_cache(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _bound(function: Callable, module: nn.Module) -> MethodType:
-    return MethodType(function, module)  # whose own type no pickle finds
+    return MethodType(function, module)  # no pickle finds the type itself
 
 
 def _said(error: Exception) -> str:
@@ -259,16 +254,11 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
     layers: list[nn.Module] = [*decoder_layers(model)]
     if not layers:
         raise ValueError(f"{type(decoder).__name__} has no list of layers of the kind that transformers checkpoints")
-    taken = [layer for layer in layers if "forward" in vars(layer)]
+    taken = [type(layer).__name__ for layer in layers if "forward" in vars(layer)]
     if taken:
-        raise ValueError(
-            f"the forward of {type(taken[0]).__name__} was replaced already (a model over several devices?)"
-        )
-    norms = [
-        child
-        for name, child in decoder.named_children()
-        if "norm" in name.lower() and not any(child.children()) and "forward" not in vars(child)
-    ]
+        raise ValueError(f"the forward of {taken[0]} was replaced already (a model over several devices?)")
+    named = [child for name, child in decoder.named_children() if "norm" in name.lower()]
+    norms = [child for child in named if not any(child.children()) and "forward" not in vars(child)]
     return layers, norms[0] if len(norms) == 1 else None
 
 
@@ -282,27 +272,20 @@ def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: b
     return CompiledLayers(layers, norm, backend, deterministic, left=delta_net_layers(base_of(model).config))
 
 
-def _conflict(trainer: OnlineTrainer) -> str | None:
-    """Why this run's layers cannot be compiled, whatever `compile_layers` says."""
+def reason_against(trainer: OnlineTrainer, insists: bool = False) -> str | None:
+    """Why this run's layers are not compiled, where `compile_layers` is left out or (`insists`) True; None where they are."""
     if trainer.args.torch_compile:
         return "torch_compile=True compiles the whole model"
-    stage = getattr(trainer.accelerator.state.deepspeed_plugin, "zero_stage", 3)
-    if trainer.is_deepspeed_enabled and stage == 3:
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3 gathers weights inside of layers"
-    return None
-
-
-def reason_against(trainer: OnlineTrainer) -> str | None:
-    """Why this run's layers are not compiled where `compile_layers` is not said; None where they are."""
     device = trainer.args.device.type
-    elsewhere = None if device == "cuda" else f"it pays on a CUDA device, this is {device}"
-    return _conflict(trainer) or elsewhere
+    return None if insists or device == "cuda" else f"it pays on a CUDA device, this is {device}"
 
 
 def expected(trainer: OnlineTrainer) -> bool:
     """Whether [`compile_for`] will compile the layers."""
     wanted = trainer.args.compile_layers
-    if wanted is False or (wanted is None and reason_against(trainer) is not None):
+    if wanted is False or reason_against(trainer, bool(wanted)) is not None:
         return False
     try:
         find_layers(trainer.accelerator.unwrap_model(trainer.model))
@@ -325,9 +308,8 @@ def warm_up(
 ) -> None:
     """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, the first of them padded.
 
-    Adds nothing to gradients and leaves random states, training flags and torch's settings as they were. Where each further length makes a further
-    graph, the layers run in eager mode from here on. Of several processes on devices of the same name one compiles at a time, so that the
-    others find its code in inductor's cache.
+    Adds nothing to gradients and leaves random states and training flags as they were. Where each further length makes a further graph, the layers
+    run in eager mode from here on. Of several processes one compiles at a time, so that the others find its code in inductor's cache.
 
     Args:
         noisy: also compile for noise on the norms in training.
@@ -342,15 +324,10 @@ def warm_up(
     inputs = packed.examples(batch, length) if packed is not None and in_rows else _padded(batch, length, device)
     # what inductor keeps on disk is of one device with its index: only processes that call theirs by the same one have anything to wait for
     same = f"{base.config.to_json_string()} {device} {batch} {length} {noisy} {in_rows}"
-    what = f"the layers of {type(base).__name__} for updates on {device}"
+    turn = _taking_turns(same, f"the layers of {type(base).__name__} for updates on {device}")
     try:
         model.train()
-        with (
-            _taking_turns(same, what),
-            torch.random.fork_rng(devices=devices),
-            torch.no_grad(),
-            autocast(),
-        ):
+        with turn, torch.random.fork_rng(devices=devices), torch.no_grad(), autocast():
             for kind in (False, True) if noisy else (False,):
                 graphs: list[int] = []
                 for given in inputs:
@@ -392,23 +369,17 @@ class WarmUp(TrainerCallback):
         self._trainer, self._compiled, self._done = trainer, compiled, False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        trainer, compiled = self._trainer, self._compiled
         if self._done:
             return
-        self._done, started = True, time.perf_counter()
-        took = "in the first step"
+        self._done, started, took = True, time.perf_counter(), "in the first step"
+        trainer, compiled = self._trainer, self._compiled
         if not trainer.is_fsdp_enabled:  # its root gathers what is in no layer, in a forward of its own
-            length = (trainer.memory_plan.max_model_len if trainer.memory_plan is not None else None) or _LONGEST
+            model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.memory_plan
+            length = min((plan.max_model_len if plan is not None else None) or _LONGEST, _LONGEST)
+            noisy, autocast = args.aqn and args.aqn_scope == "policy", trainer.accelerator.autocast
             try:
-                warm_up(
-                    compiled,
-                    trainer.accelerator.unwrap_model(trainer.model),
-                    args.per_device_train_batch_size,
-                    min(length, _LONGEST),
-                    noisy=args.aqn and args.aqn_scope == "policy",
-                    autocast=trainer.accelerator.autocast,
-                    packed=getattr(trainer, "_packing", None),
-                )
+                packing = vars(trainer).get("_packing")
+                warm_up(compiled, model, args.per_device_train_batch_size, length, noisy, autocast, packing)
             except RuntimeError as error:  # of a kernel, or out of memory
                 compiled.give_up(_said(error))
             if args.device.type == "cuda":
@@ -416,25 +387,25 @@ class WarmUp(TrainerCallback):
             took = f"{time.perf_counter() - started:.1f} s"
         if not compiled.failed and state.is_world_process_zero:
             name, left = type(compiled.layers[0]).__name__, sum(forward.left for forward in compiled.forwards)
-            delta_nets = f" ({left} gated delta nets stay as they are)" if left else ""
+            name += f" ({left} gated delta nets stay as they are)" if left else ""
             print(
-                f"torch.compile of {len(compiled.layers) - left} {name}{delta_nets} for updates of any length: {took}",
-                flush=True,
+                f"torch.compile of {len(compiled.layers) - left} {name} for updates of any length: {took}", flush=True
             )
 
 
 def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
-    """Compile the layers of a trainer's model as its `compile_layers` says; part of `update.prepare`.
+    """Compile the layers of a trainer's model as its `compile_layers` says.
 
     Raises:
         ValueError: `compile_layers=True` in a run where it cannot be.
     """
-    wanted, conflict = trainer.args.compile_layers, _conflict(trainer)
-    if wanted is False or (wanted is None and reason_against(trainer) is not None):
+    wanted = trainer.args.compile_layers
+    reason = None if wanted is False else reason_against(trainer, bool(wanted))
+    if wanted is False or (reason is not None and not wanted):
         return None
-    if conflict is not None:
-        raise ValueError(f"compile_layers=True cannot work: {conflict}. Leave one of the two out.")
     try:
+        if reason is not None:
+            raise ValueError(reason)
         compiled = compile_layers(trainer.accelerator.unwrap_model(trainer.model))
     except ValueError as error:
         if wanted:

@@ -102,16 +102,8 @@ def _traced(
     below: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _decoded_op(
-        list(weights.packed),
-        list(weights.block_scale),
-        list(weights.global_scale),
-        weights.implementation,
-        dtype,
-        list(right),
-        below,
-        after,
-    )
+    packed, block_scale, global_scale = list(weights.packed), list(weights.block_scale), list(weights.global_scale)
+    return _decoded_op(packed, block_scale, global_scale, weights.implementation, dtype, list(right), below, after)
 
 
 # --- the function -----------------------------------------------------------------------------------------------------------------
@@ -224,10 +216,8 @@ class LoraGroup(torch.autograd.Function):
         a16, b16 = _cast(a, b, scalings, x.dtype)
         ys, x, t = forward(x, a16, b16, bias, weights)
         ctx.scalings, ctx.implementation = scalings, implementation
-        if x.shape[1] == a[0].shape[1]:
-            ctx.save_for_backward(x, t, *a, *b, *tensors[3 * S :])
-        else:
-            ctx.save_for_backward(x, None, *a, *b, *tensors[3 * S :])
+        # where the two stand side by side, t is a part of x
+        ctx.save_for_backward(x, t if x.shape[1] == a[0].shape[1] else None, *a, *b, *tensors[3 * S :])
         return tuple(ys)
 
     @staticmethod
@@ -246,10 +236,8 @@ class LoraGroup(torch.autograd.Function):
         if any(ctx.needs_input_grad[3 : 3 + 2 * S]):
             stacked = u.t() @ x
             da = [stacked[part].to(p.dtype) for part, p in zip(columns, a, strict=True)]
-            db = [
-                (dy.t() @ t[:, part]).to(p.dtype) * s
-                for dy, part, p, s in zip(dys, columns, b, ctx.scalings, strict=True)
-            ]
+            each = zip(dys, columns, b, ctx.scalings, strict=True)
+            db = [(dy.t() @ t[:, part]).to(p.dtype) * s for dy, part, p, s in each]
         return dx, None, None, *da, *db, *[None] * (S + len(tensors) - 2 * S)
 
 

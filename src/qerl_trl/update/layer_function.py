@@ -4,10 +4,10 @@
     keeping      what the compiler finds worth it    the gradients
     recomputing  its inputs                          once more what of the forward the gradients need, then the gradients
 
-A checkpoint around a compiled layer cannot leave out what no gradient needs: it runs the forward function as a whole, of a transformer layer
-also the last product (down_proj: 29 % of the weights of a Qwen2.5-7B layer). Inside, the compiler drops it. The recomputing kind is what
-torch's partitioner makes of a memory budget of zero (`torch._functorch.config.activation_memory_budget`). It repeats random numbers as little as
-anything else, so a layer that draws some (dropout) is found out before its output is used, and has to be recomputed from around.
+A checkpoint around a compiled layer runs the forward function as a whole, also the last product (down_proj: 29 % of the weights of a
+Qwen2.5-7B layer), which no gradient needs. Inside, the compiler drops it. The recomputing kind is what torch's partitioner makes of a memory
+budget of zero (`torch._functorch.config.activation_memory_budget`). It does not repeat random numbers, so a layer that draws some (dropout) is
+found before its output is used, and recomputed from outside.
 """
 
 import logging
@@ -21,6 +21,10 @@ import torch._dynamo  # not loaded by `import torch`
 import torch._functorch.config
 import torch.compiler.config
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..support.names import unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +38,7 @@ class _DrawsRandomNumbers(Exception):
     """A layer was to be recomputed from its input alone, and depends on more."""
 
 
-FAILURES = (
-    torch._dynamo.exc.TorchDynamoException,
-    torch._dynamo.exc.FailOnRecompileLimitHit,
-    _DrawsRandomNumbers,
-)
+FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit, _DrawsRandomNumbers)
 
 
 class LayerFunction:
@@ -83,14 +83,13 @@ class LayerFunction:
         if recompute:
             self.recomputes = False
             logger.warning(
-                f"{type(layer).__name__} recomputes its whole forward from here on, the last product too, in which an update takes a little longer and "
-                f"computes the same: not within the compiled layer ({reason})."
+                f"{type(layer).__name__} recomputes its whole forward from here on, so an update takes a little longer: {reason}."
             )
             return
         self.failed = True
         logger.warning(
-            f"{type(layer).__name__} runs in eager mode from here on, in which an update takes longer and computes the same: it does not compile "
-            f"({reason}). compile_layers=False says that this is wanted."
+            f"{type(layer).__name__} runs in eager mode from here on, so an update takes longer: it does not compile ({reason}). "
+            "compile_layers=False says that this is wanted."
         )
 
 
@@ -113,3 +112,23 @@ def tensors(value: Any) -> list[torch.Tensor]:
     elif not isinstance(value, tuple | list):
         return []
     return [tensor for part in value for tensor in tensors(part)]
+
+
+# --- the layers of a model ----------------------------------------------------------------------------------------------------------
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers, without what wraps it: DDP, DeepSpeed, PEFT."""
+    inner = unwrap(model)
+    return inner if isinstance(inner, PreTrainedModel) else cast(Any, inner).get_base_model()
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """A model's text part: towers of other modalities are left alone."""
+    return base_of(model).get_decoder()
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a model's text part that can be checkpointed one by one, the first one first; [] where it has no list of such."""
+    lists = [child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)]
+    return [layer for part in lists for layer in part if isinstance(layer, GradientCheckpointingLayer)]

@@ -1,7 +1,7 @@
 """PEFT's LoRA layers, computed in groups that read the same input: q|k|v, gate|up, every other layer alone.
 
 PEFT stays the owner. [`fuse`] gives its layers a class with another `forward`; modules, parameters, names and files are the same, and
-whatever is not one plain active adapter runs PEFT's own forward, decided anew in each call. What is computed is in `lora_group.py`; why the
+whatever is not one plain active adapter runs PEFT's own forward, decided anew in each call. What is computed is in `fused_lora.py`; why the
 groups are what they are, in `nvfp4/architectures.py`.
 """
 
@@ -112,23 +112,15 @@ def _compute(layers: Sequence[Any], calls: Sequence[_Call], x: torch.Tensor) -> 
         weights = [base.weight for base in bases]
     else:
         weights = [as_bytes(getattr(base, name)) for name in PACKED for base in bases]
-    ys = LoraGroup.apply(
-        x.reshape(-1, x.shape[-1]).to(calls[0].dtype),
-        tuple(call.scaling for call in calls),
-        calls[0].implementation,
-        *a,
-        *b,
-        *(base.bias for base in bases),
-        *weights,
-    )
+    flat, scalings = x.reshape(-1, x.shape[-1]).to(calls[0].dtype), tuple(call.scaling for call in calls)
+    biases = [base.bias for base in bases]
+    ys = LoraGroup.apply(flat, scalings, calls[0].implementation, *a, *b, *biases, *weights)
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
 class FusedGroup:
-    """Layers that read the same input. The one that is called first computes for all of them; the others take what they find.
-
-    What lies ready is taken once, for the same tensor and in the same circumstances; anything else is computed anew.
-    """
+    """Layers that read the same input. The one that is called first computes for all of them; the others take what lies ready: once, for the
+    same tensor and in the same circumstances."""
 
     def __init__(self, members: Sequence[Any]) -> None:
         self.members = tuple(members)
@@ -227,12 +219,8 @@ def fuse(model: nn.Module) -> int:
                 taken += len(members)
     for reason, count in left.items():
         said = logger.info if next(model.parameters()).device.type == "cpu" else logger.warning
-        said(
-            "%d of %d LoRA layers keep PEFT's own forward and backward, which are slower: %s.",
-            count,
-            taken + left.total(),
-            reason,
-        )
+        total = taken + left.total()
+        said("%d of %d LoRA layers keep PEFT's own forward and backward, which are slower: %s.", count, total, reason)
     return taken
 
 

@@ -3,10 +3,9 @@
 With pi the trained policy, mu the one that sampled and pi_old the trained one as it was when it sampled, TRL's loss needs pi / pi_old and,
 to correct for the engine (or for noise, `rollout/behaviour.py`), pi_old / mu. Where all completions of a rollout are used within one optimizer
 step, pi_old is pi: without vLLM TRL then takes `per_token_logps.detach()`, with vLLM it computes pi_old in a forward of its own, for
-pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward. While TRL scores a rollout it gets NaN, which it counts as a token without
-a log-probability; in the loss, when the update's forward has log pi, the ratio is put in its place.
-
-With dropout TRL's extra forward draws another mask than the update's; here both are one, as they are in TRL without vLLM.
+pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward, which with dropout draws another mask than the update's. While TRL scores a
+rollout it gets NaN, which it counts as a token without a log-probability; in the loss, when the update's forward has log pi, the ratio is put
+in its place.
 
 Shapes: B sequences, T tokens of a completion, P processes.
 """
@@ -59,11 +58,7 @@ def importance_ratio(
 
 
 class OnePass:
-    """The old log-probabilities of a trainer's update: TRL's own, or the update's own, where they are the same.
-
-    The trainer calls it at five places: around the scoring of a rollout, at the end of its generation, for all log-probabilities, with what
-    was scored, and around the loss. Not in evaluation, which has no update.
-    """
+    """The old log-probabilities of a trainer's update: TRL's own, or the update's own, where they are the same. Not in evaluation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -84,8 +79,6 @@ class OnePass:
     @property
     def _corrects(self) -> bool:
         return hasattr(self._trainer, "vllm_importance_sampling_correction")  # GRPO; RLOO does not
-
-    # ---------------------------------------------------------------------------------------------------- the rollout
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -132,8 +125,6 @@ class OnePass:
             if not metrics[name]:
                 del metrics[name]
 
-    # ----------------------------------------------------------------------------------------------------- the update
-
     @contextmanager
     def own(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Around TRL's `_compute_loss` of a micro-batch: gives it what the loss is to be computed of.
@@ -143,7 +134,8 @@ class OnePass:
                 micro-batch is seen, before the optimizer is; or nobody computed log-probabilities.
         """
         trainer = self._trainer
-        if not trainer.model.training or not self.holds or not (self._is_open(inputs) or "old_logps" in inputs):
+        open_ = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
+        if not (trainer.model.training and self.holds and open_):
             yield inputs
             return
         self._batch = inputs = dict(inputs)
@@ -151,17 +143,13 @@ class OnePass:
             yield inputs
             if self._batch is not None:
                 raise RuntimeError(
-                    f"{type(trainer).__name__}._compute_loss asked for no log-probabilities (_get_per_token_logps_and_entropies), so the old "
-                    "ones are not known. Compute them there, or set gradient_accumulation_steps so that it is no multiple of "
-                    "steps_per_generation: TRL then computes them when it samples."
+                    f"{type(trainer).__name__}._compute_loss asked for no log-probabilities (_get_per_token_logps_and_entropies), which are the "
+                    "old ones too. Compute them there, or set gradient_accumulation_steps to no multiple of steps_per_generation."
                 )
         finally:
             self._batch = None
         if len(self._seen) == trainer.args.steps_per_generation:
             self._measure()
-
-    def _is_open(self, inputs: dict[str, Any]) -> bool:
-        return _RATIO in inputs and _OLD not in inputs
 
     def _correct(self, batch: dict[str, Any], trained: torch.Tensor) -> None:
         """Put into a micro-batch what depends on the old log-probabilities (B, T), now that they are known."""
@@ -170,16 +158,9 @@ class OnePass:
             batch["old_logps"] = (trained * mask).sum(1)
             return
         mask = mask * batch.get("tool_mask", 1)
-        batch[_RATIO] = importance_ratio(
-            trained,
-            batch[_SAMPLED],
-            mask,
-            Correction(
-                trainer.vllm_importance_sampling_mode,
-                trainer.vllm_importance_sampling_clip_min,
-                trainer.vllm_importance_sampling_clip_max,
-            ),
-        )
+        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        correction = Correction(trainer.vllm_importance_sampling_mode, low, high)
+        batch[_RATIO] = importance_ratio(trained, batch[_SAMPLED], mask, correction)
         if len(self._seen) < trainer.args.steps_per_generation:  # not a later iteration over the same rollout
             known = batch | {_OLD: trained}
             self._seen.append({name: known[name] for name in _MEASURED if name in known})

@@ -3,15 +3,16 @@
 TRL pads prompts and completions to the longest of their batch and computes the padding. Here [`Packing`] computes the log-probabilities
 and entropies on a packed row (row.py) with attention within sequences (attention.py), equal prompts once, the head on the tokens that are
 asked only, in TRL's chunks; and puts them where TRL expects them, (B, L) with zeros on padding. All of TRL's losses follow unchanged, as do
-number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`balance.deal`], and which
-micro-batches share a pass over the model by [`TokenBudget`].
+number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`batches.deal`], and which
+micro-batches share a pass over the model by [`batches.TokenBudget`].
 
-Whether a model can be packed is read from what it says of itself ([`_why_not`]) and then tried on the model itself ([`Packing.check`]): the
+Whether a model can be packed is read from what it says of itself ([`why_not`]) and then tried on the model itself ([`Packing.check`]): the
 same few sequences padded and packed, before the first step. Where it cannot, TRL's own way stays, and the reason is said once.
 """
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,16 +24,12 @@ from ..nvfp4.linear import decoded_weights
 from ..support.phases import evaluation_mode
 from ..support.trl import OnlineTrainer
 from . import attention, batches, row
-from .budget import TokenBudget
-from .longest import LongestPass
 
 logger = logging.getLogger(__name__)
 
 #: tokens of the prompts that are tried; which of the two each completion follows, and its tokens, the first as long as any. The prompts are of
 #: one length: where positions are not relative, left padding moves TRL's own numbers
 _PROMPT_TOKENS, _TRIED = 14, ((0, 11), (1, 7), (0, 5))
-
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "dropout")
 
 
 class Packing:
@@ -41,8 +38,8 @@ class Packing:
     def __init__(self, trainer: OnlineTrainer):
         self.trainer = trainer
         self.on = False
-        self.budget = TokenBudget(trainer)
-        self.longest = LongestPass()
+        self.budget = batches.TokenBudget(trainer)
+        self.longest = batches.LongestPass()
         #: models that are wrapped when training starts are tried at the first batch
         self._untried = False
         self._models: list[PreTrainedModel] = []
@@ -56,11 +53,11 @@ class Packing:
         trainer = self.trainer
         if trainer.args.padding_free is False:
             return
-        reason = reason_against(trainer)
+        reason = self.reason_against()
         if reason is not None:
             self._leave(reason)
             return
-        self._models = _models(trainer)
+        self._models = self._all_models()
         attention.register()
         for model in self._models:
             _set_attention(model, attention.NAME)
@@ -68,6 +65,44 @@ class Packing:
         kind = trainer.accelerator.distributed_type
         if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             self.check(trainer.model)
+
+    def reason_against(self) -> str | None:
+        """Why batches are not packed, by what the trainer's models say of themselves; `None` where that is to be tried."""
+        trainer = self.trainer
+        device, model = trainer.accelerator.device, trainer.accelerator.unwrap_model(trainer.model)
+        slow = attention.fast_kernel_is_missing(device)
+        if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
+            return slow
+        if trainer.args.neftune_noise_alpha:
+            return "neftune_noise_alpha draws noise by the length of a row, which would be that of all sequences"
+        if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
+            return "the adapter puts virtual tokens before each sequence"
+        return next(filter(None, map(self._why_not, self._all_models())), None)
+
+    def _why_not(self, model: PreTrainedModel) -> str | None:
+        trainer, implementation = self.trainer, model.config.get_text_config()._attn_implementation
+        parallel = trainer.accelerator.parallelism_config
+        if parallel is not None and (parallel.cp_size > 1 or parallel.sp_size > 1):
+            return "sequences are split over processes (context or sequence parallel)"
+        if implementation != "sdpa":
+            return f"attn_implementation={implementation!r} is not PyTorch's own ('sdpa'), which alone is replaced"
+        limit, longest = alike_up_to(model), trainer.longest_sequence
+        if limit is not None and (longest is None or longest > limit):
+            length = "more" if longest is None else f"up to {longest}"
+            return (
+                f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, and those of this run may have "
+                f"{length} (rope_type 'longrope' or 'dynamic')"
+            )
+        return why_not(model)
+
+    def _all_models(self) -> list[PreTrainedModel]:
+        found = [self.trainer.model, self.trainer.ref_model]
+        return [self.inner(model) for model in found if model is not None]
+
+    def inner(self, model: nn.Module) -> PreTrainedModel:
+        """The model of transformers, without what wraps it."""
+        found = self.trainer.accelerator.unwrap_model(model)
+        return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
 
     def _leave(self, reason: str) -> None:
         self.on = False
@@ -90,19 +125,14 @@ class Packing:
         """
         self._untried = False
         trainer = self.trainer
-        ids, mask, width = _trial(trainer, self._models[0])
+        by_trl = trainer._padded_logps
+        ids, mask, width = self._trial()
         reason = None
-        with (
-            evaluation_mode(model),
-            decoded_weights(model),
-            attention.trial(getattr(trainer, "longest_sequence", None)),
-        ):
+        with evaluation_mode(model), decoded_weights(model), attention.trial(trainer.longest_sequence):
             try:
                 packed = self._packed(model, ids, mask, width)[0]
-                padded = _padded(trainer, model, ids, mask, width)
-                alone = torch.cat(
-                    [_padded(trainer, model, ids[i : i + 1], mask[i : i + 1], width) for i in range(len(ids))]
-                )
+                padded = by_trl(model, ids, mask, width)[0]
+                alone = torch.cat([by_trl(model, ids[i : i + 1], mask[i : i + 1], width)[0] for i in range(len(ids))])
                 # another first completion: those after it in the row may not move beyond rounding
                 other = ids.clone()
                 other[0, -width:] = ids[0, -width:].roll(3)
@@ -121,7 +151,10 @@ class Packing:
 
             every = tuple(range(len(ids)))
             rounding, leak = apart(padded, alone, every), apart(packed, moved, (1, 2))
-            bound = 4 * rounding + (1e-2 if _computed_in(trainer, model) == torch.bfloat16 else 2e-3)
+            # products are rounded to autocast's type, whatever the weights are stored in
+            mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+            rounded_to = mixed.get(trainer.accelerator.mixed_precision, self.inner(model).dtype)
+            bound = 4 * rounding + (1e-2 if rounded_to == torch.bfloat16 else 2e-3)
             found = apart(packed, padded, every)
             if not found <= bound:
                 reason = (
@@ -133,6 +166,21 @@ class Packing:
         refused = trainer.accelerator.gather(torch.tensor([reason is not None], device=trainer.accelerator.device))
         if bool(refused.any()):
             self._leave(reason or "another process cannot pack")
+
+    def _trial(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
+        vocabulary = self._models[0].config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(vocabulary, (2, _PROMPT_TOKENS), generator=generator)
+        width = max(length for _, length in _TRIED)
+        ids = torch.full((len(_TRIED), _PROMPT_TOKENS + width), self.trainer._tokenizer.pad_token_id or 0)
+        mask = torch.zeros_like(ids)
+        for line, (which, length) in enumerate(_TRIED):
+            end = _PROMPT_TOKENS + length
+            ids[line, :end] = torch.cat([prompts[which], torch.randint(vocabulary, (length,), generator=generator)])
+            mask[line, :end] = 1
+        device = self.trainer.accelerator.device
+        return ids.to(device), mask.to(device), width
 
     def examples(self, count: int, length: int) -> list[dict[str, Any]]:
         """Inputs of a decoder (no labels): rows of `count` sequences of up to `length` tokens, of several lengths, laid out as in training."""
@@ -164,11 +212,8 @@ class Packing:
                 return None
         of_a_loss = model.training and torch.is_grad_enabled() and batch_size is None and not compute_aux_loss
         if of_a_loss:
-            together = self.budget.logps(
-                lambda ids, mask: self._packed(model, ids, mask, logits_to_keep, compute_entropy=compute_entropy),
-                input_ids,
-                logits_to_keep,
-            )
+            compute = partial(self._packed, model, logits_to_keep=logits_to_keep, compute_entropy=compute_entropy)
+            together = self.budget.logps(compute, input_ids, logits_to_keep)
             if together is not None:
                 return together
         return self._packed(
@@ -186,8 +231,7 @@ class Packing:
         compute_aux_loss: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         found = row.sequences(input_ids, attention_mask, logits_to_keep)
-        whole = compute_aux_loss
-        size = batch_size or len(input_ids)
+        whole, size = compute_aux_loss, batch_size or len(input_ids)
         one_row = size >= len(input_ids)
         alike = self.trainer.accelerator.num_processes > 1 or whole  # every process calls the model as often
         if not whole and (one_row or not alike):
@@ -200,8 +244,7 @@ class Packing:
         else:
             chosen = row.rows(found, limit=size * input_ids.shape[1], share=share)
         shape = (input_ids.shape[0], logits_to_keep)
-        logps, entropies, losses = [], [], []
-        destinations = []
+        logps, entropies, losses, destinations = [], [], [], []
         for sequences in chosen:
             built = row.build(sequences, logits_to_keep, input_ids.device, share=share, whole=whole)
             inputs = built.inputs()
@@ -223,11 +266,8 @@ class Packing:
             values = torch.cat(parts)
             return values.new_zeros(shape[0] * shape[1]).index_copy(0, place, values).view(shape)
 
-        return (
-            padded(logps),
-            padded(entropies) if compute_entropy else None,
-            torch.stack(losses).mean() if whole else None,
-        )
+        loss = torch.stack(losses).mean() if whole else None
+        return padded(logps), padded(entropies) if compute_entropy else None, loss
 
     def logps(
         self, padded: Callable[..., tuple], model: nn.Module, input_ids: torch.Tensor, *args: Any, **kw: Any
@@ -247,83 +287,23 @@ class Packing:
         return self.budget.plan(made, share=not _drops(self.trainer.model), free=free)
 
 
-def prepare(trainer: Any) -> None:
-    """Compute `trainer`'s log-probabilities without padding, where its models can."""
-    trainer._packing = Packing(trainer)
-    trainer._packing.prepare()
-
-
-def reason_against(trainer: OnlineTrainer) -> str | None:
-    """Why a trainer's batches are not packed, by what its models say of themselves; `None` where that is to be tried."""
-    device = trainer.accelerator.device
-    slow = attention.fast_kernel_is_missing(device)
-    if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
-        return slow
-    if trainer.args.neftune_noise_alpha:
-        return "neftune_noise_alpha draws noise by the length of a row, which would be that of all sequences"
-    if _adds_tokens(trainer.accelerator.unwrap_model(trainer.model)):
-        return "the adapter puts virtual tokens before each sequence"
-    return next(filter(None, (_why_not(trainer, model) for model in _models(trainer))), None)
-
-
-def _models(trainer: OnlineTrainer) -> list[PreTrainedModel]:
-    found = [trainer.model, getattr(trainer, "ref_model", None)]
-    return [_inner(trainer, model) for model in found if model is not None]
-
-
-def _inner(trainer: OnlineTrainer, model: nn.Module) -> PreTrainedModel:
-    found = trainer.accelerator.unwrap_model(model)
-    return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
-
-
-def _computed_in(trainer: OnlineTrainer, model: nn.Module) -> torch.dtype:
-    """What products are rounded to: autocast's type, whatever the weights are stored in."""
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return mixed.get(trainer.accelerator.mixed_precision, _inner(trainer, model).dtype)
-
-
-def _adds_tokens(model: nn.Module) -> bool:
-    return is_peft_model(model) and any(config.is_prompt_learning for config in cast(Any, model).peft_config.values())
-
-
 def _drops(model: nn.Module, in_training: bool = False) -> bool:
     """Whether dropout is active, or would be in training: then each completion's prompt is another sample, and none is shared."""
     return any(isinstance(m, nn.Dropout) and (m.training or in_training) and m.p > 0 for m in model.modules())
-
-
-def _why_not(trainer: OnlineTrainer, model: PreTrainedModel) -> str | None:
-    """What of a model forbids packing, by what it says of itself; `None` when it may be tried."""
-    implementation = model.config.get_text_config()._attn_implementation
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallel is not None and (parallel.cp_size > 1 or parallel.sp_size > 1):
-        return "sequences are split over processes (context or sequence parallel)"
-    if implementation != "sdpa":
-        return f"attn_implementation={implementation!r} is not PyTorch's own ('sdpa'), which alone is replaced"
-    limit, longest = alike_up_to(model), getattr(trainer, "longest_sequence", None)
-    if limit is not None and (longest is None or longest > limit):
-        length = "more" if longest is None else f"up to {longest}"
-        return (
-            f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, and those of this run may have "
-            f"{length} (rope_type 'longrope' or 'dynamic')"
-        )
-    return why_not(model)
 
 
 def alike_up_to(model: PreTrainedModel) -> int | None:
     """The length up to which a token's rotary embedding does not depend on the longest sequence that is computed beside it; `None`: it never does."""
     text = model.config.get_text_config()
     found = getattr(text, "rope_parameters", None) or {}
-    limits = [
-        rope.get("original_max_position_embeddings") or text.max_position_embeddings
-        for rope in ([found] if "rope_type" in found else found.values())  # of each kind of layer
-        if isinstance(rope, dict)
-        and ("longrope" in rope.get("rope_type", "") or "dynamic" in rope.get("rope_type", ""))
-    ]
+    of_layers = [found] if "rope_type" in found else [rope for rope in found.values() if isinstance(rope, dict)]
+    longest = [rope for rope in of_layers if any(kind in rope.get("rope_type", "") for kind in ("longrope", "dynamic"))]
+    limits = (rope.get("original_max_position_embeddings") or text.max_position_embeddings for rope in longest)
     return min(limits, default=None)
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """The same of a model alone, whatever the trainer and its settings."""
+    """What forbids packing a model, by what it says of itself; `None` when it may be tried."""
     name, text = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or not model._supports_flash_attn:
         return f"{name} has attention of its own, which needs a mask"
@@ -332,7 +312,13 @@ def why_not(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of another kind ({', '.join(sorted(kinds))})"
-    found = [getattr(module, name, None) for module in model.modules() for name in _dropouts(module)]
+    # under these names an attention layer keeps the share of its weights that it drops, as a number: what else it drops is a layer
+    names = ("attention_dropout", "attn_dropout", "dropout")
+    found = [
+        vars(module).get(name)
+        for module in model.modules()
+        for name in (names if "attention" in type(module).__name__.lower() else names[:1])
+    ]
     found.append(getattr(text, "attention_dropout", None))  # a layer may read it there
     dropped = max((value for value in found if isinstance(value, float)), default=0.0)
     if dropped:
@@ -340,11 +326,6 @@ def why_not(model: PreTrainedModel) -> str | None:
     if getattr(text, "attention_chunk_size", None):
         return f"{name} attends in chunks"
     return None
-
-
-def _dropouts(module: nn.Module) -> tuple[str, ...]:
-    """Names under which an attention layer keeps the share of its weights that it drops, as a number: what else it drops is a layer."""
-    return _ATTENTION_DROPOUT if "attention" in type(module).__name__.lower() else _ATTENTION_DROPOUT[:1]
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -355,26 +336,3 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
         return
     (key,) = (key for key in model.config.sub_configs if getattr(model.config, key) is text)
     model.set_attn_implementation({key: name})
-
-
-def _trial(trainer: OnlineTrainer, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocabulary, (2, _PROMPT_TOKENS), generator=generator)
-    width = max(length for _, length in _TRIED)
-    ids = torch.full((len(_TRIED), _PROMPT_TOKENS + width), trainer._tokenizer.pad_token_id or 0)
-    mask = torch.zeros_like(ids)
-    for line, (which, length) in enumerate(_TRIED):
-        end = _PROMPT_TOKENS + length
-        ids[line, :end] = torch.cat([prompts[which], torch.randint(vocabulary, (length,), generator=generator)])
-        mask[line, :end] = 1
-    device = trainer.accelerator.device
-    return ids.to(device), mask.to(device), width
-
-
-def _padded(
-    trainer: OnlineTrainer, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int
-) -> torch.Tensor:
-    """Log-probabilities (B, L) as TRL computes them."""
-    return cast(Any, trainer)._padded_logps(model, ids, mask, width)[0]

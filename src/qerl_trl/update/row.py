@@ -8,11 +8,9 @@
     labels    - - a a a a a | b b b         what follows the token; `-`: not asked
 
 Equal prompts are computed once: the first completion (the longest) brings the whole prompt, each further one only the prompt's last token,
-whose prediction is its own first token. The keys of the prompt's other tokens are the first one's, and so is the entropy after the prompt: one
-number, as in a padded batch, where equal sequences have equal entropies to the bit (`top_entropy_quantile` counts on that). The last token of a
-completion predicts nothing and is left out, and so is a sequence of which nothing is asked.
-
-At the end stands a segment of zeros that brings the row, and its keys, to a multiple of [`MULTIPLE`], so that shapes repeat and divide.
+whose prediction is its own first token. The keys of the prompt's other tokens are the first one's, and so is the entropy after the prompt: equal
+sequences have equal entropies to the bit (`top_entropy_quantile` counts on that). The last token of a completion predicts nothing and is left
+out, and so is a sequence of which nothing is asked. A segment of zeros brings the row, and its keys, to a multiple of [`MULTIPLE`].
 """
 
 from dataclasses import dataclass
@@ -110,12 +108,8 @@ class Row:
     destination: torch.Tensor  # (N,) int64, places in the flattened batch
 
     def inputs(self) -> dict[str, Any]:
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "shift_labels": self.shift_labels,
-            **self.segments._asdict(),
-        }
+        tokens = {"input_ids": self.input_ids, "position_ids": self.position_ids, "shift_labels": self.shift_labels}
+        return tokens | self.segments._asdict()
 
 
 def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bool = True, whole: bool = False) -> Row:
@@ -162,9 +156,6 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
             more += MULTIPLE
         segment(np.zeros(rest, np.int64), 0, np.arange(0), np.full(more - rest, starts_q[-1]))
 
-    def longest(starts: list[int]) -> int:
-        return -(-int(np.diff(starts).max()) // MULTIPLE) * MULTIPLE
-
     def put(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
@@ -172,19 +163,9 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
     scored = (label != _IGNORED).nonzero()[0]
     measured = scored.copy()
     measured[np.searchsorted(scored, [*again])] = [*again.values()]
-    segments = Segments(
-        put(np.array(starts_q, np.int32)),
-        put(np.array(starts_k, np.int32)),
-        longest(starts_q),
-        longest(starts_k),
-        put(np.concatenate(keys)) if share and len(chosen) > 1 else None,
-    )
-    return Row(
-        put(np.concatenate(tokens))[None],
-        put(np.concatenate(positions))[None],
-        put(label)[None],
-        segments,
-        put(scored),
-        put(measured),
-        put(np.concatenate([sequence.line * width + sequence.columns for sequence in chosen])),
-    )
+    cu_q, cu_k = (put(np.array(starts, np.int32)) for starts in (starts_q, starts_k))
+    max_q, max_k = (-(-int(np.diff(starts).max()) // MULTIPLE) * MULTIPLE for starts in (starts_q, starts_k))
+    segments = Segments(cu_q, cu_k, max_q, max_k, put(np.concatenate(keys)) if share and len(chosen) > 1 else None)
+    ids, places, shifted = (put(values)[None] for values in (np.concatenate(tokens), np.concatenate(positions), label))
+    destination = np.concatenate([sequence.line * width + sequence.columns for sequence in chosen])
+    return Row(ids, places, shifted, segments, put(scored), put(measured), put(destination))
