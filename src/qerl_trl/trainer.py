@@ -9,7 +9,7 @@
 | `set_initial_training_values` | a run that has ended takes no further step |
 | `_maybe_log_save_evaluate` | what a callback of one process asks for, all processes do |
 | `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only |
-| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/sharding.py`) |
+| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/loading.py`) |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`rollout/behaviour.py`) |
@@ -50,9 +50,8 @@ from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .model import loading
+from .model.loading import BytesWithoutGradient, given_model, save_whole_tensors
 from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
-from .model.ready import given_model
-from .model.sharding import BytesWithoutGradient, save_whole_tensors
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .publish.mixin import warn_of_exports

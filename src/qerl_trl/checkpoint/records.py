@@ -37,7 +37,7 @@ class Survived(TypedDict):
 
 
 class Measured(TypedDict):
-    """How far a model is from the trained policy; see `distance.logit_distance`."""
+    """How far a model is from the trained policy; see `export.logit_distance`."""
 
     mean_logit_distance: float
     max_logit_distance: float

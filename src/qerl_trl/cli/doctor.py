@@ -12,7 +12,7 @@ import torch
 from ..checks import environment
 from ..checks.environment import Problem
 from ..nvfp4 import linear
-from ..nvfp4.kernels import measured_by_the_user, selected_for_matrices
+from ..nvfp4.fused import measured_by_the_user, selected_for_matrices
 from ..run import banner
 
 

@@ -13,7 +13,7 @@ Codes and block scales are the same bytes in both, and in ours. Only the global 
 time. Their weights are ordinary NVFP4 weights, so they are read, and the activation (and KV cache) scales are ignored. Refused is what
 *cannot* be read that way: configurations that quantize activations only, weights that make sense only after the activations were
 transformed (rotations, AWQ pre-scales, SVDQuant), sparse weights, and mixed precision but for ModelOpt's of NVFP4 and FP8 layers: there the
-NVFP4 layers stay packed and the FP8 layers are read as dense ones (fp8.py).
+NVFP4 layers stay packed and the FP8 layers are read as dense ones (`format.dequantize_fp8`).
 
 This file is the only reader of quantization configurations (`parse_quantization_config`) and the only judge of which layer is quantized
 (`Selection.is_quantized`): the trainer's quantizer, the offline quantizer and the engine (`rollout/vllm/quantization.py`) call it, on the
@@ -131,7 +131,7 @@ class Selection:
         layout: how their weights lie on disk, a key of `LAYOUTS`; None: dense, they are quantized while they are loaded.
         ignore: entries as in `name_matches`.
         targets: compressed-tensors' notation: the class name "Linear", or entries as in `name_matches`.
-        fp8: entries as in `name_matches`, of layers that lie there as FP8 (`fp8.py`) and are dense here.
+        fp8: entries as in `name_matches`, of layers that lie there as FP8 (`format.dequantize_fp8`) and are dense here.
     """
 
     layout: str | None = None

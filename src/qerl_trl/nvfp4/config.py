@@ -38,7 +38,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..support.files import named_in_errors
-from . import checkpoints, shards
+from . import checkpoints, headers
 from .format import SCALE_RULES
 
 logger = logging.get_logger(__name__)
@@ -59,7 +59,7 @@ class NVFP4Config(QuantizationConfigMixin):
         compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
         source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
         source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by `load_config`.
-        source_fp8: which of its modules are FP8, and become dense (`fp8.py`). Set by `load_config`.
+        source_fp8: which of its modules are FP8, and become dense (`format.dequantize_fp8`). Set by `load_config`.
     """
 
     def __init__(
@@ -223,10 +223,10 @@ def pretrained_kwargs(
     `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for `load_config`.
 
     Raises:
-        `ValueError`: what lies in a folder is no whole checkpoint (see `shards.read_folder`); a file is named.
+        `ValueError`: what lies in a folder is no whole checkpoint (see `headers.read_folder`); a file is named.
     """
     if os.path.isdir(model_id):
-        shards.read_folder(Path(model_id, kwargs.get("subfolder") or ""))
+        headers.read_folder(Path(model_id, kwargs.get("subfolder") or ""))
     config = load_config(model_id, quantization_config, **kwargs)
     if getattr(config, "quantization_config", None) is None:
         return {"quantization_config": quantization_config or NVFP4Config()}

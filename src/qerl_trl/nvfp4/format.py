@@ -306,3 +306,17 @@ def _pair_values(device: torch.device) -> torch.Tensor:
         byte = torch.arange(256, device=device, dtype=torch.uint8)
         _PAIR_VALUES[device] = decode_e2m1(unpack(byte.unsqueeze(-1))).contiguous().view(torch.int64).view(256)
     return _PAIR_VALUES[device]
+
+
+# --- FP8 layers of a mixed ModelOpt checkpoint ------------------------------------------------------------------------------------
+
+#: rows that are decoded at a time: their table indices take four bytes each
+_ROWS = 1024
+
+
+@torch.no_grad()
+def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(N, K) in `dtype` of codes (N, K) float8_e4m3fn and one float32 scale, which multiplies. On the codes' device."""
+    codes = torch.arange(256, dtype=torch.uint8, device=weight.device).view(torch.float8_e4m3fn)
+    table = (codes.to(torch.float64) * scale.to(weight.device, torch.float64).reshape(())).to(dtype)
+    return torch.cat([table[rows.int()] for rows in weight.view(torch.uint8).split(_ROWS)])

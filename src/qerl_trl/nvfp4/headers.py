@@ -4,6 +4,7 @@ safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`
 and shapes with the model before anything is loaded, [`check_scales`] and [`check_finite`] look at values.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..support.files import leads_to
 from .architectures import DECODER
 from .checkpoints import Layout, packed_head
 from .format import BLOCK_SIZE
@@ -282,3 +284,49 @@ def torch_dtype(info: TensorInfo) -> torch.dtype:
             f"{info.file}: tensor {info.name!r} is {info.dtype}, which qerl_trl cannot read. Convert the checkpoint to bfloat16."
         )
     return DTYPES[info.dtype]
+
+
+# --- the files of a folder --------------------------------------------------------------------------------------------------------
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def read_folder(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of the checkpoint in `folder`, by name. Reads the index and the files' headers.
+
+    Raises:
+        `ValueError`: no safetensors, a missing shard, a damaged index or header.
+    """
+    files = weight_files(folder)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors file"
+        raise ValueError(f"{folder} {what}. Download it again, or convert it to safetensors (save_pretrained).")
+    return read_headers(files)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would load: one whole, those that the index names, or all.
+
+    Raises:
+        `ValueError`: the index is damaged.
+    """
+    index, whole = folder / INDEX_NAME, folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's errors are ValueErrors
+        raise ValueError(f"{index} is no index of safetensors files ({error}). Download it again.") from error
+
+
+def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
+    """Refuse files that are not in `folder`, symbolic links followed: an index or a link could name any file of the user."""
+    for file in files:
+        if (place := leads_to(file, folder)) is not None:
+            raise ValueError(
+                f"{file} leads out of {folder}, to {place}: an index or a symbolic link in a checkpoint must not name other files of this "
+                "machine. Name the folder that holds the files themselves, or copy them here."
+            )

@@ -20,8 +20,7 @@ from transformers.utils import logging
 
 from ..support.files import note_commit, reads_for_its_machine
 from . import checkpoints, headers
-from .format import NVFP4Tensor, quantize
-from .fp8 import dequantize_fp8
+from .format import NVFP4Tensor, dequantize_fp8, quantize
 from .fused import fuse_storage
 from .linear import NVFP4Linear
 

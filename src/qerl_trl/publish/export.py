@@ -13,17 +13,18 @@ loaded again in rank 0, on the CPU, and compared with the run's.
 
 **Which base?** An adapter learned on the quantized base, and corrects its rounding too. Merged into the dequantized NVFP4 base it is the
 policy that was trained; merged into the original bf16 base it is another model, of which nothing was ever sampled. `load_policy(...,
-base_format="bf16")` builds that one, `distance.logit_distance` measures how far it is.
+base_format="bf16")` builds that one, `logit_distance` measures how far it is.
 """
 
 import copy
+import itertools
 import json
 import logging
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -49,7 +50,6 @@ from ..rollout.sampling import save_generation_config
 from ..run import banner
 from ..support import secrets
 from ..support.names import full_tensor, is_sharded, reshard
-from . import custom_code, staging
 from . import write as writer
 from .load import (
     ADAPTER_FILE,
@@ -175,7 +175,7 @@ def save_merged(
         export["dtype"] = str(written_as).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
+        writer.warn_of_code(writer.code_of(policy.transformers_model.config), folder)
         jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
@@ -201,7 +201,7 @@ def save_base(
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_base", with_adapter=False)
-        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
+        writer.warn_of_code(writer.code_of(policy.transformers_model.config), folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
             if nvfp4_layer(entry) is not None:
@@ -243,7 +243,7 @@ def save_merged_nvfp4(
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_merged")
         export["requantized_with"] = scale_rule
-        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
+        writer.warn_of_code(writer.code_of(policy.transformers_model.config), folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
         jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
@@ -328,7 +328,7 @@ def _staged(
     card: WriteCard | None,
 ) -> Iterator[Path]:
     """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it `folder`."""
-    with staging.staging(folder, export, overwrite) as partial:
+    with writer.staging(folder, export, overwrite) as partial:
         yield partial
         _save_tokenizer(partial, tokenizer)
         if card is not None:
@@ -375,7 +375,7 @@ def _save_config(
         del config.quantization_config
     config.dtype = dtype
     config.architectures = [type(model).__name__]
-    custom_code.copy_none(config)
+    writer.leave_code_out(config)
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
@@ -401,7 +401,7 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
             settings["base_sha256"] = cast(str, fingerprint.base_sha256(policy.transformers_model))
             settings["base_config"] = fingerprint.base_config(policy.transformers_model)
     export = _record(kind, settings)
-    if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
+    if kind != "adapter" and (code := writer.code_of(policy.transformers_model.config)):
         export["auto_map"] = code
     return export
 
@@ -415,3 +415,73 @@ def _record(kind: Kind, settings: RunSettings) -> Export:
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
     return {"kind": kind, "settings": settings, "exported_with": banner.versions()}
+
+
+# --- how far two models are apart on given text -----------------------------------------------------------------------------------
+
+
+def prompt_batches(
+    source: Path | Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    limit: int = 64,
+) -> list[torch.Tensor]:
+    """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there is one.
+
+    Args:
+        chat_template_kwargs: for the chat template, as the run had them.
+
+    Raises:
+        `ValueError`: no `question`, `problem`, `prompt` or `text` in a line.
+    """
+    lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
+    batches = []
+    for line in itertools.islice(lines, limit):
+        row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
+        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
+        if isinstance(row.get("prompt"), list):  # a task's, with its system message
+            question = row["prompt"]
+        if question is None:
+            raise ValueError(
+                f"{source}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed."
+            )
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        text = "".join(message["content"] for message in messages)
+        if tokenizer.chat_template:
+            asked = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
+            text = str(tokenizer.apply_chat_template(messages, **asked))
+        text += str(row.get("answer", ""))
+        batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
+    if not batches:
+        raise ValueError(f'{source} is empty. Give it a line per prompt: {{"question": "..."}}.')
+    return batches
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits, float32 on the CPU, for batches of token ids (B, T)."""
+    model.eval()
+    return [model(batch.to(next(model.parameters()).device)).logits.float().cpu() for batch in batches]
+
+
+def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> Measured:
+    """How far `other` is from `policy`, from their logits (lists of (B, T, V)): mean and largest absolute difference, KL(policy || other)
+    in nats per token, and the share of positions with the same most likely token."""
+    tokens = sum(a.shape[0] * a.shape[1] for a in policy)
+    total = largest = kl = agree = 0.0
+    values = 0
+    for a, b in zip(policy, other, strict=True):
+        difference = (a - b).abs()
+        total += difference.sum(dtype=torch.float64).item()
+        values += difference.numel()
+        largest = max(largest, difference.max().item())
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        kl += (log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64).item()
+        agree += (a.argmax(-1) == b.argmax(-1)).sum().item()
+    return {
+        "mean_logit_distance": total / values,
+        "max_logit_distance": largest,
+        "kl_nats_per_token": kl / tokens,
+        "same_greedy_token": agree / tokens,
+        "tokens": tokens,
+    }

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..checkpoint import seal
-from ..nvfp4.shards import check_inside
+from ..nvfp4.headers import check_inside
 from ..support import secrets
 
 #: repository path -> the file that is sent, or its content

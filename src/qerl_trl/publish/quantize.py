@@ -5,8 +5,7 @@ rules as `from_pretrained(..., quantization_config=NVFP4Config())`. Then each we
 its own; q/k/v and gate/up are done together, since they share a global scale. Several are worked on at a time, within a budget of memory.
 A killed run continues with the shards that are missing.
 
-On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck. `quantize_jobs` says how each
-tensor is made, `writer` writes them.
+On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ from ..checkpoint.records import (
     QuantizedNote,
 )
 from ..model import loading
-from ..nvfp4 import checkpoints, headers, shards
+from ..nvfp4 import checkpoints, headers
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import TensorInfo
@@ -44,11 +43,20 @@ from ..nvfp4.linear import PACKED
 from ..rollout.sampling import end_tokens, save_generation_config, stored
 from ..run import banner
 from ..support.files import hub_commit, named_in_errors
-from . import custom_code, staging, write
-from .quantize_jobs import Budget, copy_job, quantize_job, quantizer_for
+from . import write
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
     from ..checkpoint.settings import RunSettings
+import threading
+from collections.abc import Iterator
+
+from ..checkpoint.fingerprint import Pieces, row_of
+from ..nvfp4.checkpoints import TensorSpec, packed_specs
+from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
+from ..nvfp4.fused import share_global_scale
+from ..nvfp4.headers import check_finite, torch_dtype
+from ..nvfp4.linear import NVFP4Linear
+from .write import Job
 
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
@@ -56,7 +64,7 @@ _SLACK_BYTES = 400_000_000
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
-    "config.json", shards.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
+    "config.json", headers.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
     "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", RESULTS_NAME, BEFORE_NAME,  # of a run
 )  # fmt: skip
 
@@ -106,7 +114,7 @@ def quantize_folder(
         `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
     """
     folder = _local(model, trust_remote_code)
-    staging.require_apart(folder, destination)
+    write.require_apart(folder, destination)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.get("quant_method")
@@ -133,13 +141,13 @@ def quantize_folder(
     known: Export = {**export, "settings": settings.copy()}
     if "base_sha256" in finished.get("settings", {}):  # which is found out below
         known["settings"]["base_sha256"] = finished["settings"]["base_sha256"]
-    if not staging.is_complete(destination, known):
-        entries = custom_code.auto_map(config)
+    if not write.is_complete(destination, known):
+        entries = write.code_of(config)
         if is_hub_id(str(model)):
-            config.auto_map = custom_code.named(entries, str(model))
+            config.auto_map = write.naming_repository(entries, str(model))
         elif entries:
-            custom_code.warn(entries, destination)
-        with staging.staging(destination, export, overwrite, resumable=True) as partial:
+            write.warn_of_code(entries, destination)
+        with write.staging(destination, export, overwrite, resumable=True) as partial:
             layers, rows = _write(
                 partial,
                 tensors,
@@ -166,7 +174,7 @@ def quantize_folder(
                 known = stored(folder, config)
                 if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
                     save_generation_config(partial, known, tokenizer)
-            custom_code.copy_none(config)
+            write.leave_code_out(config)
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
             if card is not None:
@@ -193,8 +201,8 @@ def _matched(
 ) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str], dict[str, str]]:
     """(tensors of the checkpoint, linear layers to quantize by the checkpoint's names, names of the parameters that the loaded model will have, none
     where that is not known, what modules of the checkpoint are called then), checked against each other."""
-    tensors = shards.read_folder(folder)
-    shards.check_inside(folder, {info.file for info in tensors.values()})
+    tensors = headers.read_folder(folder)
+    headers.check_inside(folder, {info.file for info in tensors.values()})
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
     linears = nvfp4_config.linears_to_quantize(model)
@@ -316,13 +324,13 @@ def _beside(folder: Path) -> list[Path]:
 
 
 def _copy_beside(folder: Path, destination: Path, model: str) -> None:
-    shards.check_inside(folder, files := _beside(folder))
+    headers.check_inside(folder, files := _beside(folder))
     for file in files:
         shutil.copyfile(file, destination / file.name)
     own = destination / "tokenizer_config.json"
     content = json.loads(own.read_text()) if own.is_file() else {}
     if is_hub_id(model) and isinstance(content.get("auto_map"), dict):
-        named = {**content, "auto_map": custom_code.named(content["auto_map"], model)}
+        named = {**content, "auto_map": write.naming_repository(content["auto_map"], model)}
         seal.write_json_atomically(own, named)
 
 
@@ -335,3 +343,129 @@ def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
         written_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         skipped=content["not_quantized"],
     )
+
+
+# --- how each tensor is made ------------------------------------------------------------------------------------------------------
+
+#: quantizes a matrix by a scale rule
+Quantize = Callable[[torch.Tensor, str], NVFP4Tensor]
+#: weights of a layer on which its error is measured: evenly spaced rows
+_ERROR_SAMPLE = 1 << 16
+#: of a dense tensor, copied at a time
+_PIECE_BYTES = 1 << 24
+
+
+class Budget:
+    """Bytes that may be in work at a time; one job may always run, however large."""
+
+    def __init__(self, total: int):
+        self._free, self._total = total, total
+        self._changed = threading.Condition()
+
+    def acquire(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size or self._free == self._total)
+            self._free -= size
+
+    def release(self, size: int) -> None:
+        with self._changed:
+            self._free += size
+            self._changed.notify_all()
+
+
+def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
+    """What quantizes a matrix on `device`: the reference, or the kernel where there is one and it saves more than its compilation takes,
+    a second in which the interpreter is busy: not for rtn. Both give the same bytes."""
+    if device.type == "cuda" and scale_rule != "rtn":
+        import qerl_nvfp4
+
+        if qerl_nvfp4.is_available(device):
+            lock = threading.Lock()  # Triton's launcher is not made for several threads; launching is short
+
+            def by_kernel(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
+                scale = power_of_two_global_scale(largest_magnitude(weight))  # refuses NaN and infinity
+                with lock:
+                    packed, block_scale = qerl_nvfp4.quantize(weight, scale_rule, scale)
+                return NVFP4Tensor(packed, block_scale, scale)
+
+            return by_kernel
+    return quantize
+
+
+def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize: Quantize, budget: Budget) -> Job:
+    note: QuantizedNote = {}
+    size = sum(info.nbytes for info in group)
+
+    def make() -> Iterator[torch.Tensor]:
+        budget.acquire(size)
+        try:
+            yield from quantized()
+        finally:
+            budget.release(size)
+
+    def quantized() -> Iterator[torch.Tensor]:
+        layers, errors = [], []
+        for info in group:
+            weight = next(info.pieces(info.nbytes)).to(device)
+            try:
+                tensor = quantize(weight, scale_rule)
+            except ValueError as error:
+                raise ValueError(f"{info.file}: tensor {info.name!r}: {error}") from error
+            layers.append(NVFP4Linear.from_nvfp4(tensor))
+            errors.append(_error(info.name.removesuffix(".weight"), weight, tensor))
+            del weight, tensor
+        if len(layers) > 1:
+            share_global_scale(layers)  # as after loading, so that the bytes are the same
+        note["rows"] = [
+            row_of(f"{error['name']}.{name}", parameter)
+            for layer, error in zip(layers, errors, strict=True)
+            for name, parameter in layer.named_parameters()
+        ]
+        for layer in layers:
+            packed, block_scale, scale = layer.nvfp4
+            yield from (packed.cpu(), block_scale.view(torch.float8_e4m3fn).cpu(), scale.cpu())
+        note["layers"] = errors
+
+    return Job(tuple(spec for info in group for spec in packed_specs(info.name, *info.shape)), make, note)
+
+
+def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
+    """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay. `device`: for its row of
+    the fingerprint."""
+    note: QuantizedNote = {}
+    stored = torch_dtype(info)
+    dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
+    size = min(info.nbytes, _PIECE_BYTES)
+
+    def make() -> Iterator[torch.Tensor]:
+        budget.acquire(size)
+        try:
+            row = Pieces(info.name, info.shape, device)
+            for piece in info.pieces(_PIECE_BYTES):
+                check_finite(info.name, piece, str(info.file))
+                kept = piece.to(dtype)
+                row.add(kept)
+                yield kept
+            note["rows"] = [row.row()]
+        finally:
+            budget.release(size)
+
+    return Job((TensorSpec(info.name, dtype, info.shape),), make, note)
+
+
+def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> QuantizedLayer:
+    """Error of a layer on evenly spaced rows: relative squared, and the largest."""
+    rows = max(1, min(weight.shape[0], _ERROR_SAMPLE // weight.shape[1]))
+    step = weight.shape[0] // rows
+    sample = weight[::step].float()
+    packed, block_scale = tensor.packed[::step].contiguous(), tensor.block_scale[::step].contiguous()
+    error = dequantize(packed, block_scale, tensor.global_scale, torch.float32) - sample
+    sums = sample.square().sum(dtype=torch.float64), error.square().sum(dtype=torch.float64), error.abs().max().double()
+    squared, squared_error, largest = torch.stack(sums).tolist()  # a GPU is waited for once
+    return {
+        "name": name,
+        "shape": list(weight.shape),
+        "weights": weight.numel(),
+        "nmse": squared_error / squared if squared else 0.0,
+        "largest_error": largest,
+    }

@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForSequenceClassification
 
 from ..config import QeRLConfig, QeRLRLOOConfig
-from ..model.sharding import loaded_everywhere
+from ..model.loading import loaded_everywhere
 from ..rollout.placement import fsdp_version
 
 #: of `model_init_kwargs`, what belongs to the policy alone

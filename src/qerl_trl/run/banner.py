@@ -12,7 +12,7 @@ from torch import nn
 
 from ..memory.formulas import model_bytes, optimizer_bytes
 from ..memory.of_trainer import plan_trainer
-from ..nvfp4.kernels import selected_for_model
+from ..nvfp4.fused import selected_for_model
 from ..nvfp4.linear import NVFP4Linear, describe
 
 _PACKAGES = (

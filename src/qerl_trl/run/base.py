@@ -13,10 +13,8 @@ from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..config import QeRLConfig, QeRLRLOOConfig
-from ..model.loading import begin, pretrained_kwargs
+from ..model.loading import begin, loaded_everywhere, name_base, pretrained_kwargs
 from ..model.lora import check_is_lora, default_lora_config, keep_to_the_decoder, register_nvfp4_lora
-from ..model.ready import name_base
-from ..model.sharding import loaded_everywhere
 from ..nvfp4.config import NVFP4Config, stored_quantization
 from ..nvfp4.linear import has_nvfp4
 
