@@ -197,8 +197,6 @@ class Facts(TypedDict, total=False):
     survived: Survived
     measured: Measured
     quantization: Quantization
-    curves: str  # path of a PNG; not kept in the file
-    has_curves: bool
     folder: str
     repo_id: str
     base_model: str

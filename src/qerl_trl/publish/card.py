@@ -124,21 +124,16 @@ def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
 
 
 def write(folder: Path, facts: Facts, export: Export) -> None:
-    """Put README.md, the facts and the curves into an unfinished export."""
+    """Put README.md and the facts into an unfinished export."""
     facts = facts.copy()
     facts["kind"], facts["exported_with"] = export["kind"], export["exported_with"]
     if "survived" in export:
         facts["survived"] = export["survived"]
     if "measured" in export:
         facts["measured"] = export["measured"]
-    curves = facts.pop("curves", None)
     if facts["kind"] == "nvfp4_base":  # nothing was trained
-        curves = None
         for key in ("results", "evaluations", "log", "versions", "dataset"):
             facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
-    if curves is not None and Path(curves).is_file():
-        (folder / "curves.png").write_bytes(Path(curves).read_bytes())
-        facts["has_curves"] = True
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
     seal.write_json_atomically(folder / FACTS_NAME, _public(facts))
     (folder / "README.md").write_text(render(read_facts(folder) or {}))  # as it will be rendered again from the file
@@ -293,7 +288,6 @@ def _header(facts: Facts, base: str | None, title: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-_CURVES_NAME = "curves.png"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 #: logged quantities that a card shows
 _LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch_kl")
@@ -311,13 +305,10 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
     # a checkpoint's figures are its run's, one level up; above the folder of a run are those of others
     places = [folder, folder.parent] if _CHECKPOINT.fullmatch(folder.resolve().name) else [folder]
     results = next((place / RESULTS_NAME for place in places if (place / RESULTS_NAME).is_file()), None)
-    curves = next((place / _CURVES_NAME for place in places if (place / _CURVES_NAME).is_file()), None)
     content = None if results is None else _read(results, _check_results)
     if results is not None and content is not None and (other := _of_another_run(content, settings)) is not None:
-        _warn(
-            f"{results} is of another run than {folder}: {other}. Its figures, and the curves beside it, are left out of the card."
-        )
-        content, curves = None, curves if curves is not None and curves.parent != results.parent else None
+        _warn(f"{results} is of another run than {folder}: {other}. Its figures are left out of the card.")
+        content = None
     if content is not None:
         found = {"dataset": content.get("dataset"), "versions": content.get("versions")}
         steps, now = content.get("steps"), settings.get("global_step")
@@ -328,8 +319,6 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
         else:
             found["results"] = cast(Results, known(content, Results))
             found["log"] = log_summary(content.get("log_history") or [])
-    if curves is not None:
-        found["curves"] = str(curves)
     found["evaluations"] = _evaluations(folder, settings)
     return found
 

@@ -246,7 +246,6 @@ def _publish(
     look(api)
     repo_id = _created(api, repo_id, private, revision)
     facts = {**facts, "repo_id": repo_id}
-    facts.pop("curves", None)
     content: Content = {**files, "README.md": card.render(facts).encode()}
     content |= {seal.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **(further or {})}
     outgoing.check(content)

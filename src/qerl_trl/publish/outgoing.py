@@ -24,7 +24,7 @@ _PUBLISHED = re.compile(
     r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|(?:vocab|merges)\.txt"
     r"|[\w.-]+\.(?:tiktoken|model)|(?:additional_chat_templates/)?[\w.-]+\.jinja"
     r"|(?:model|(?:\w+/)?adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-    rf"|{re.escape(seal.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json|curves\.png"
+    rf"|{re.escape(seal.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json"
 )
 #: what a resumed run reads beside the model
 _RESUMED = re.compile(

@@ -1,1 +1,1 @@
-"""Data, rewards and evaluation of a task, and the curves of a run."""
+"""Data, rewards and evaluation of a task."""
