@@ -4,13 +4,11 @@
     backward    dx = dy W           W is decoded again from the packed bytes: no dense weight is ever kept for backward
                                     (nothing flows into W: the base is frozen, LoRA learns beside it)
 
-This file is also the one place that picks an implementation. The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device where
-they report themselves available; everything else (CPU, fp32, no triton) takes the reference: dequantize, then `F.linear`. `describe`
-says in one line which and why, and every call can ask for one by name.
+The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device where they are available; everything else (CPU, fp32, no triton) takes the
+reference: dequantize, then `F.linear`. `describe` says which and why.
 
-The state is three `uint8` parameters. Not float8, not buffers: `.to(torch.bfloat16)`, FSDP2 mixed precision, DeepSpeed's `.bfloat16()`
-and the gloo collectives all mangle float8 or float32 parameters, and DDP broadcasts buffers at every forward; uint8 parameters are
-left alone by all of them.
+The state is three `uint8` parameters, not float8 and not buffers: `.to(torch.bfloat16)`, FSDP2 mixed precision, DeepSpeed's `.bfloat16()` and
+the gloo collectives all mangle float8 or float32 parameters, and DDP broadcasts buffers at every forward.
 """
 
 import contextlib
@@ -108,14 +106,9 @@ def decode_into(
 
 @contextlib.contextmanager
 def decoded_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, every NVFP4 layer decodes its weight and leaves the product to cuBLAS, as a training step of many tokens does.
-
-    For a forward of a few tokens outside of training: it computes what training will, and needs none of the kernels for a few tokens,
-    each of which takes seconds to compile at its first launch.
-    """
-    layers = [
-        module for module in model.modules() if isinstance(module, NVFP4Linear) and module.implementation == "auto"
-    ]
+    """Inside, every NVFP4 layer decodes its weight and leaves the product to cuBLAS, as a training step of many tokens does: it computes what
+    training will, without the kernels for a few tokens, each of which takes seconds to compile at its first launch."""
+    layers = [layer for layer in model.modules() if isinstance(layer, NVFP4Linear) and layer.implementation == "auto"]
     for layer in layers:
         layer.implementation = "decode"
     try:
@@ -156,9 +149,8 @@ def _backward(
     return dy @ dequantize(packed, block_scale, global_scale, dy.dtype)
 
 
-# Under torch.compile the two functions below take their place. The kernels' package has registered its functions as operators, which the
-# compiler does not look into, so a model compiles as one graph whatever happens inside; each picks kernel or plain PyTorch when it runs.
-# Eager code calls the functions above: there the dispatcher's tens of microseconds per call would count.
+# Under torch.compile the next two take their place: the kernels are registered operators, so a model compiles as one graph. In eager code
+# the dispatcher's tens of microseconds per call would count.
 
 
 def _traced_forward(
@@ -311,9 +303,8 @@ class NVFP4Linear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
             super().__setattr__(name, value)
-        elif not (
-            isinstance(value, DecodedWeight) and value.layer is self
-        ):  # `layer.weight = layer.weight`, as PEFT's unload does
+        # `layer.weight = layer.weight`, as PEFT's unload does, changes nothing
+        elif not (isinstance(value, DecodedWeight) and value.layer is self):
             value = read(value)  # of another packed layer: before this one is dense
             self.become_dense().weight = value if isinstance(value, nn.Parameter) else _frozen(value)
 
@@ -336,9 +327,8 @@ class NVFP4Linear(nn.Linear):
         """
         if self.unread is not None and self.unread[0] is self.weight_packed:
             raise RuntimeError(
-                "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first process of a machine reads them, and "
-                "accelerate hands them on when it prepares the model. Prepare this one (accelerator.prepare) before it computes, or set "
-                "fsdp_cpu_ram_efficient_loading: false in the accelerate configuration, so that every process reads every model."
+                "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first process reads them. "
+                "Prepare the model (accelerator.prepare) before it computes, or set fsdp_cpu_ram_efficient_loading: false."
             )
         packed, block_scale = (as_bytes(tensor.detach()) for tensor in (self.weight_packed, self.weight_scale))
         return NVFP4Tensor(packed, block_scale, self.global_scale)

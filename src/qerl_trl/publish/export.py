@@ -3,17 +3,15 @@
     save_adapter        LoRA as plain PEFT (adapter_model.safetensors, adapter_config.json), tokenizer beside it
     save_merged         dense model in bf16: the policy that was trained, up to one rounding of each weight
     save_base           the frozen NVFP4 base as it is, in compressed-tensors' layout
-    save_merged_nvfp4   the merge rounded to 4 bits again. Most small changes do not survive that: it says how much did, and refuses when
-                        next to nothing did
+    save_merged_nvfp4   the merge rounded to 4 bits again: it says how much of the change survived, and refuses when next to nothing did
 
-What is exported is a live trainer (of several processes: rank 0 writes, everybody waits) or a policy that [`run.load_policy`] built from a checkpoint
-or adapter folder. `merge` lists the tensors of the dense model and says how each is made, `writer` writes them one by one: the model
-itself is not touched. Of a model that FSDP 2 has sharded the adapter is gathered; the base, which nobody has whole and which never changed, is
-loaded again in rank 0, on the CPU, and compared with the run's.
+What is exported is a live trainer (rank 0 writes, the others wait) or a policy that [`load.load_policy`] built from a checkpoint or adapter
+folder. The model itself is not touched. Of a model sharded by FSDP 2 the adapter is gathered; the base is loaded again in rank 0, on the CPU,
+and compared with the run's.
 
-**Which base?** An adapter learned on the quantized base, and corrects its rounding too. Merged into the dequantized NVFP4 base it is the
-policy that was trained; merged into the original bf16 base it is another model, of which nothing was ever sampled. `load_policy(...,
-base_format="bf16")` builds that one, `logit_distance` measures how far it is.
+**Which base?** An adapter learned on the quantized base corrects its rounding too. Merged into the dequantized NVFP4 base it is the policy that
+was trained; merged into the original bf16 base it is another model. `load_policy(..., base_format="bf16")` builds that one, and
+`logit_distance` measures how far it is.
 """
 
 import copy
@@ -94,17 +92,14 @@ def save_adapter(
     overwrite: bool = False,
     card: WriteCard | None = None,
 ) -> Export:
-    """(a) The adapter as plain PEFT, with the tokenizer. `base_model` replaces the name of the base in adapter_config.json.
-
-    Returns the record of the export that its manifest keeps.
-    """
+    """The adapter as plain PEFT, with the tokenizer; `base_model` is named in adapter_config.json. Returns the record in the manifest."""
 
     def write(policy: TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
             raise ValueError(
                 "This model has no adapter to save. For a run with base_format='full', save_pretrained it."
             )
-        export = _describe(policy, "adapter")
+        export = _describe(policy, "adapter", folder)
         export["base_model"] = base_model
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
@@ -118,8 +113,7 @@ def save_adapter(
 
 
 def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = None) -> Export:
-    """(a) The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
-    run = Path(run)
+    """The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
     missing = [name for name in ADAPTER_FILES if not (run / name).is_file()]
     if missing:
         raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
@@ -158,11 +152,10 @@ def save_merged(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """(b), (c) The dense model: base and adapter merged in float32, each weight rounded once to `dtype`. How much of the adapter's change the
-    rounding keeps is in the returned record (`survived`, as in [`save_merged_nvfp4`]).
+    """The dense model: base and adapter merged in float32, each weight rounded once to `dtype`. On an NVFP4 base, the policy that was trained.
 
-    On an NVFP4 base that is the policy that was trained. `measured`: how far it is from the trained policy, for the
-    record and the card.
+    `measured`: its distance to the trained policy, for the record and the card. The returned record has `survived`, as in
+    [`save_merged_nvfp4`].
     """
     written_as = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
@@ -171,11 +164,10 @@ def save_merged(
         trained_on, onto = policy.settings.get("base_format"), policy.settings.get("merged_onto")
         if onto is not None and trained_on is not None and onto != trained_on:
             kind = "merged_other_base"
-        export = _describe(policy, kind)
+        export = _describe(policy, kind, folder)
         export["dtype"] = str(written_as).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        writer.warn_of_code(writer.code_of(policy.transformers_model.config), folder)
         jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
@@ -196,12 +188,11 @@ def save_base(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """(d) The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
+    """The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
 
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
-        export = _describe(policy, "nvfp4_base", with_adapter=False)
-        writer.warn_of_code(writer.code_of(policy.transformers_model.config), folder)
+        export = _describe(policy, "nvfp4_base", folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
             if nvfp4_layer(entry) is not None:
@@ -230,7 +221,7 @@ def save_merged_nvfp4(
     progress: Callable[[int], None] | None = None,
     notify: Callable[[str], None] = print,
 ) -> Export:
-    """(e) The merge rounded to NVFP4 again. `notify` is told how much of the change survived, which the returned record has too.
+    """The merge rounded to NVFP4 again. `notify` is told how much of the change survived, which the returned record has too.
 
     With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
     `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
@@ -241,9 +232,8 @@ def save_merged_nvfp4(
 
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
-        export = _describe(policy, "nvfp4_merged")
+        export = _describe(policy, "nvfp4_merged", folder)
         export["requantized_with"] = scale_rule
-        writer.warn_of_code(writer.code_of(policy.transformers_model.config), folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
         jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
@@ -252,23 +242,18 @@ def save_merged_nvfp4(
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             survived = survived_of(cast(list[RequantizedNote], notes))
-            notify(
-                f"Re-quantizing kept {survived['kept_fraction']:.3f} of the adapter's change (error {survived['error_ratio']:.2f} of its "
-                "size)."
-            )
-            if survived["kept_fraction"] < MIN_KEPT_FRACTION and not force:
+            kept, error = survived["kept_fraction"], survived["error_ratio"]
+            notify(f"Re-quantizing kept {kept:.3f} of the adapter's change (error {error:.2f} of its size).")
+            if kept < MIN_KEPT_FRACTION and not force:
                 raise ValueError(
-                    f"Only {survived['kept_fraction']:.3f} of the adapter's change survives rounding to 4 bits: this would publish the base "
-                    "under another name. Publish the adapter or the bf16 merge, or force it (force=True, --force)."
+                    f"Only {kept:.3f} of the adapter's change survives rounding to 4 bits: this would publish the base under another name. "
+                    "Publish the adapter or the bf16 merge, or force it (force=True, --force)."
                 )
             export["survived"] = survived
             _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), jobs)
         return export
 
     return _on_rank_zero(exported, tokenizer, write)
-
-
-# --- the frame of each ----------------------------------------------------------------------------------------------------------
 
 
 def _on_rank_zero(
@@ -283,7 +268,9 @@ def _on_rank_zero(
         return write(policy)
     sharded = is_sharded(policy.model)
     if sharded:
-        policy = policy._replace(gathered=_gathered_adapter(policy.model))
+        reshard(policy.model)
+        trained = ((name, p) for name, p in policy.model.named_parameters() if is_trained(name))
+        policy = policy._replace(gathered={name: full_tensor(p).cpu() for name, p in trained})  # collective
     written: list[Export | str] = ["it was ended"]
     try:
         if exported.accelerator.is_main_process:
@@ -299,19 +286,12 @@ def _on_rank_zero(
     return written[0]
 
 
-def _gathered_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `model`'s adapters and trained modules hold, whole, by parameter name, on the CPU. Every process calls it."""
-    reshard(model)
-    return {name: full_tensor(parameter).cpu() for name, parameter in model.named_parameters() if is_trained(name)}
-
-
 @contextmanager
 def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
-    """A sharded policy in one process, on the CPU: its base from where it came from, compared with the run's, and its adapter."""
+    """A sharded policy in one process, on the CPU: its base loaded again and compared with the run's, and its adapter."""
     if not isinstance(policy.model, PeftModel):
         raise ValueError(
-            "This model is sharded and has no adapter (base_format='full'), so no process has it whole. save_model() gathers and writes it; export "
-            "that folder."
+            "This model is sharded and has no adapter: no process has it whole. Call save_model(), and export that folder."
         )
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
@@ -335,8 +315,7 @@ def _staged(
             card(partial, export)
 
 
-# --- everything next to the weights -----------------------------------------------------------------------------------------------
-
+#: of which the saved tokenizer has to make the same tokens
 _TEXT = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
 
 
@@ -358,8 +337,7 @@ def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
     quantizer = getattr(policy.transformers_model, "hf_quantizer", None)
     if quantizer is None or not has_nvfp4(policy.transformers_model):
         raise ValueError(
-            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Quantize a folder instead: qerl-trl quantize "
-            "<model> <folder>."
+            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Use qerl-trl quantize <model> <folder>."
         )
     return quantizer.quantization_config
 
@@ -380,18 +358,19 @@ def _save_config(
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
         logger.warning(
-            "The embedding or the output head was trained, and the base has one matrix for both. They are written as two: lm_head.weight, %s numbers "
-            "more than the base, and tie_word_embeddings=False in config.json.",
+            "The embedding or the output head was trained, and the base has one matrix for both. Written as two: lm_head.weight, %s numbers "
+            "more, and tie_word_embeddings=False in config.json.",
             f"{more:,}",
         )
     config.save_pretrained(folder)
     save_generation_config(folder, model, policy.tokenizer)
 
 
-def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
+def _describe(policy: TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> Export:
     """The record of an export: what the run recorded, and where it did not, what is in the model as it is."""
-    settings, adapter = policy.settings.copy(), _active_lora(policy.model)
-    if with_adapter and adapter is not None and "lora" not in settings:
+    settings, model = policy.settings.copy(), policy.model
+    adapter = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
+    if kind != "nvfp4_base" and isinstance(adapter, LoraConfig) and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)
     if policy.tokenizer is not None:
         settings |= cast(RunSettings, tokenizer_identity.recorded_of_written(policy.tokenizer, policy.settings))
@@ -403,12 +382,8 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
     export = _record(kind, settings)
     if kind != "adapter" and (code := writer.code_of(policy.transformers_model.config)):
         export["auto_map"] = code
+        writer.warn_of_code(code, folder)
     return export
-
-
-def _active_lora(model: nn.Module) -> LoraConfig | None:
-    found = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
-    return found if isinstance(found, LoraConfig) else None
 
 
 def _record(kind: Kind, settings: RunSettings) -> Export:
@@ -426,14 +401,7 @@ def prompt_batches(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int = 64,
 ) -> list[torch.Tensor]:
-    """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there is one.
-
-    Args:
-        chat_template_kwargs: for the chat template, as the run had them.
-
-    Raises:
-        `ValueError`: no `question`, `problem`, `prompt` or `text` in a line.
-    """
+    """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there is one."""
     lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
     batches = []
     for line in itertools.islice(lines, limit):
@@ -442,9 +410,7 @@ def prompt_batches(
         if isinstance(row.get("prompt"), list):  # a task's, with its system message
             question = row["prompt"]
         if question is None:
-            raise ValueError(
-                f"{source}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed."
-            )
+            raise ValueError(f"{source}: a line has {sorted(row)}; it needs question, problem, prompt or text.")
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         text = "".join(message["content"] for message in messages)
         if tokenizer.chat_template:
@@ -465,15 +431,13 @@ def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.T
 
 
 def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> Measured:
-    """How far `other` is from `policy`, from their logits (lists of (B, T, V)): mean and largest absolute difference, KL(policy || other)
-    in nats per token, and the share of positions with the same most likely token."""
-    tokens = sum(a.shape[0] * a.shape[1] for a in policy)
+    """Distance of `other` from `policy`, by their logits (lists of (B, T, V)): mean and largest difference, KL(policy || other) in nats per
+    token, share of positions with the same most likely token."""
+    tokens, values = sum(a.shape[:2].numel() for a in policy), sum(a.numel() for a in policy)
     total = largest = kl = agree = 0.0
-    values = 0
     for a, b in zip(policy, other, strict=True):
         difference = (a - b).abs()
         total += difference.sum(dtype=torch.float64).item()
-        values += difference.numel()
         largest = max(largest, difference.max().item())
         log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
         kl += (log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64).item()

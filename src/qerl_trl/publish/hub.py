@@ -1,11 +1,7 @@
 """Uploads to the Hugging Face Hub: private unless said otherwise, announced first, all or nothing, and never with a token in any text.
 
-[`push_folder`] uploads a folder that `qerl_trl.publish.export` sealed. Large files go first, and become visible only through the single commit at
-the end; an upload that was interrupted is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base`
-export and upload in one go. `publishing.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
-training.
-
-Only huggingface_hub's public API is used, so its endpoint (`HF_ENDPOINT`), token store and transfer settings apply.
+[`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the single commit at the end; an
+interrupted upload is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base` export and upload in one go.
 """
 
 import json
@@ -45,9 +41,6 @@ _ANSWER_SECONDS = 120.0
 _T = TypeVar("_T")
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _explained(repo_id: str) -> Iterator[None]:
     """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
@@ -72,9 +65,7 @@ def _explanation(error: Exception, repo_id: str) -> str:
     if status == 401:
         return "The Hub refused the token (401). Log in again with `hf auth login`, or set a valid HF_TOKEN."
     if status == 403:
-        return (
-            f"The token may not write to {repo_id} (403). Use a token with write access, and a namespace that is yours."
-        )
+        return f"The token may not write to {repo_id} (403). Use one with write access, and a namespace that is yours."
     if status is not None:
         return f"The Hub answered {status} for {repo_id}: {root}. Try the same command again later."
     return f"The connection to the Hub failed ({type(root).__name__}: {root}). Run the same command again: files that arrived are not sent twice."
@@ -117,10 +108,7 @@ def prepare_repository(
     revision: str | None = None,
     notify: Callable[[str], None] = print,
 ) -> str:
-    """Announce, then create the repository and its branch, or check that the existing one has the visibility asked for.
-
-    Returns:
-        The full id (`user/name`).
+    """Announce, then create the repository and its branch, or check that the existing one has the visibility asked for. Returns `user/name`.
 
     Raises:
         `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
@@ -129,7 +117,7 @@ def prepare_repository(
 
 
 def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[[str], None]) -> HfApi:
-    """Before any request: what will be published where; and refuse to begin without a token."""
+    """Say what will be published where, and refuse to begin without a token."""
     token = token or get_token()
     secrets.remember("token", token)
     api = HfApi(token=token)
@@ -239,7 +227,7 @@ def _publish(
     force: bool = False,
     further: Content | None = None,
 ) -> str:
-    """Everything that this package uploads comes through here; a card is added. `look` may refuse before the repository is made."""
+    """Every upload of this package, with a card. `look` may refuse before the repository is made."""
     outgoing.check({**files, **(further or {})})
     outgoing.check_words(repo_id, revision, message)
     api, manifest = _announced(repo_id, private, token, notify), seal.read_manifest(folder)
@@ -251,14 +239,9 @@ def _publish(
     outgoing.check(content)
     with _explained(repo_id):
         stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
-        added = [
-            CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in content.items()
-        ]
+        added = [CommitOperationAdd(name, data) for name, data in content.items()]
         _retried(lambda: api.preupload_lfs_files(repo_id, added, revision=revision, free_memory=False))
-        changes: list[CommitOperationAdd | CommitOperationDelete] = [
-            *added,
-            *(CommitOperationDelete(name) for name in stale),
-        ]
+        changes: list[Any] = [*added, *map(CommitOperationDelete, stale)]
         commit = _retried(lambda: api.create_commit(repo_id, changes, commit_message=message, revision=revision))
     notify(secrets.redact(f"Published: {commit.commit_url}"))
     return commit.commit_url
@@ -335,9 +318,7 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
 
 
 def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
-    """Compare the base that an adapter names with the one it was trained on, as far as the repository says what it holds.
-
-    Returns what the user should know.
+    """Compare the base that an adapter names with the one it was trained on, by the manifest there. Returns what the user should know.
 
     Raises:
         `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
@@ -430,7 +411,7 @@ class Destination:
     def command(self, folder: str | os.PathLike) -> str:
         """What publishes the run in `folder` from its files alone."""
         words = ["qerl-trl", "push", "adapter" if self.adapter else "model", str(folder), self.repo_id]
-        words += [] if self.private else ["--public"]
+        words += ["--public"] * (not self.private)
         words += ["--base-model", self.base_model] if self.adapter and self.base_model else []
         words += ["--revision", self.revision] if self.revision else []
         return shlex.join(words)
@@ -464,13 +445,6 @@ def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, k
     if keep_as is not None:
         changed = adapter_config(folder, to.base_model) if to.adapter else {}
         further = outgoing.checkpoint_files(folder, keep_as, changed)
-    options: dict[str, Any] = {
-        "private": to.private,
-        "token": to.token,
-        "revision": to.revision,
-        "message": message,
-        "force": True,  # the repository is this run's
-        "further": further,
-        "notify": logger.info,
-    }
-    return push_run(folder, to.repo_id, facts, to.adapter, to.base_model, **options)
+    where: dict[str, Any] = {"private": to.private, "token": to.token, "revision": to.revision, "message": message}
+    where |= {"force": True, "further": further, "notify": logger.info}  # the repository is this run's
+    return push_run(folder, to.repo_id, facts, to.adapter, to.base_model, **where)

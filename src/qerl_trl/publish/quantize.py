@@ -1,9 +1,8 @@
 """Quantize a folder: dense safetensors checkpoint in, NVFP4 checkpoint (compressed-tensors layout) out, without building the model.
 
-The model class is instantiated on the meta device only, to learn which tensors are linear layers and which of them stay dense: the same
-rules as `from_pretrained(..., quantization_config=NVFP4Config())`. Then each weight is read, quantized and written to its final place on
-its own; q/k/v and gate/up are done together, since they share a global scale. Several are worked on at a time, within a budget of memory.
-A killed run continues with the shards that are missing.
+The model class is instantiated on the meta device, to learn which linear layers stay dense: the same rules as in `from_pretrained`. Then each
+weight is read, quantized and written to its final place; q/k/v and gate/up together, since they share a global scale. Several are worked on at
+a time, within a budget of memory. A killed run continues with the shards that are missing.
 
 On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck.
 """
@@ -118,10 +117,11 @@ def quantize_folder(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.get("quant_method")
-        raise ValueError(
-            f"{model} is quantized already ({method}). It can be used as it is; quantize the original model."
-        )
-    nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
+        raise ValueError(f"{model} is quantized already ({method}). Use it as it is, or quantize the original model.")
+    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    nvfp4_config = NVFP4Config(
+        scale_rule, modules_to_not_convert, compute_dtype="float16" if dtype == "float16" else "bfloat16"
+    )
     loading.begin(folder)
     tensors, converted, parameters, loaded_as = _matched(folder, config, nvfp4_config, trust_remote_code)
     settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
@@ -148,24 +148,14 @@ def quantize_folder(
         elif entries:
             write.warn_of_code(entries, destination)
         with write.staging(destination, export, overwrite, resumable=True) as partial:
-            layers, rows = _write(
-                partial,
-                tensors,
-                converted,
-                nvfp4_config,
-                device,
-                workers,
-                max_shard_bytes,
-                progress or (lambda *_: None),
-            )
-            skipped = nvfp4_config.dense_linears or []
-            layers = [layer | {"name": loaded_as.get(layer["name"], layer["name"])} for layer in layers]  # as in --skip
-            seal.write_json_atomically(
-                partial / REPORT_NAME,
-                {"layers": sorted(layers, key=lambda layer: layer["name"]), "not_quantized": skipped},
-            )
+            report = progress or (lambda *_: None)
+            written = _write(partial, tensors, converted, nvfp4_config, device, workers, max_shard_bytes, report)
+            layers = [layer | {"name": loaded_as.get(layer["name"], layer["name"])} for layer in written[0]]
+            layers.sort(key=lambda layer: layer["name"])  # named as in --skip
+            content = {"layers": layers, "not_quantized": nvfp4_config.dense_linears or []}
+            seal.write_json_atomically(partial / REPORT_NAME, content)
             loading.finish()
-            found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in rows)}
+            found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in written[1])}
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
                 settings["base_sha256"] = fingerprint.sha256_of(found[name] for name in parameters)
             _copy_beside(folder, partial, str(model))
@@ -189,11 +179,6 @@ def _local(model: str | os.PathLike, with_code: bool) -> Path:
     patterns = ["*.safetensors", *_COPIED_PATTERNS, *(["*.py"] if with_code else [])]
     with named_in_errors(model):
         return Path(snapshot_download(str(model), allow_patterns=patterns))
-
-
-def _dtype_name(config: PretrainedConfig) -> str:
-    name = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    return name if name in ("bfloat16", "float16") else "bfloat16"
 
 
 def _matched(
@@ -221,10 +206,8 @@ def _matched(
             raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
     dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in linears}
     packed = {f"{name}.{part}" for name in linears for part in PACKED}
-    as_loaded = config.architectures in (
-        None,
-        [type(model).__name__],
-    )  # else its parameters have other names when it is trained
+    # of another class its parameters have other names when it is trained
+    as_loaded = config.architectures in (None, [type(model).__name__])
     loaded_as = {name: module for module, name in stored.items()}
     return tensors, converted, dense | packed if as_loaded else set(), loaded_as
 
@@ -281,21 +264,13 @@ def _write(
     ]
     total = sum(job.nbytes for job in jobs)
     if workers is None:
-        # on a CPU one thread keeps a core busy with small tensor operations; more of them mostly wait for each other's interpreter lock
-        workers = (
-            1 if torch.device(device).type == "cpu" and (os.cpu_count() or 1) <= 2 else min(os.cpu_count() or 1, 8)
-        )
+        cores = os.cpu_count() or 1  # on a small CPU more threads mostly wait for each other's interpreter lock
+        workers = 1 if torch.device(device).type == "cpu" and cores <= 2 else min(cores, 8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one core per worker: layers in parallel scale better than the pieces of a layer
     try:
-        written = write.write_shards(
-            folder,
-            jobs,
-            dict(checkpoints.WRITTEN_BY, scale_rule=config.scale_rule),
-            max_shard_bytes,
-            workers,
-            lambda size: progress(size, total),
-        )
+        about = dict(checkpoints.WRITTEN_BY, scale_rule=config.scale_rule)
+        written = write.write_shards(folder, jobs, about, max_shard_bytes, workers, lambda size: progress(size, total))
     finally:
         torch.set_num_threads(threads)
     notes = cast(list[QuantizedNote], written)  # of the jobs above
