@@ -1,9 +1,11 @@
-"""Loading a model from a folder that was sealed (used as it was sealed, or refused), an adapter that comes ready, and FSDP 2 of packed bytes.
+"""Loading a model from a folder that was sealed (used as it was sealed, or refused), an adapter that comes ready, and
+FSDP 2 of packed bytes.
 
-Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of everything small
-(configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for that and raises: at the end of
-[`from_pretrained`], or where training begins. A folder without a manifest is loaded as it is. A model from the Hub is compared with the
-manifest that was published with it once its files are here ([`begin_loaded`]).
+Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of
+everything small (configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for
+that and raises: at the end of [`from_pretrained`], or where training begins. A folder without a manifest is loaded as
+it is. A model from the Hub is compared with the manifest that was published with it once its files are here
+([`begin_loaded`]).
 """
 
 import copy
@@ -62,12 +64,8 @@ _begun: dict[tuple, _Hashing] = {}
 
 
 def begin(model: str | os.PathLike) -> None:
-    """Compare the folder `model` with its manifest, its weights in the background. Without one only its index is looked at,
-    and nothing of a Hub id.
-
-    Raises:
-        `ValueError`: an index is none; a file is missing, has another size or, if it is small, another content, or what decides about
-            answers lies there unsealed.
+    """Compare the folder `model` with its manifest, its weights in the background. Without one only its index is looked
+    at, and nothing of a Hub id.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -78,11 +76,9 @@ def begin(model: str | os.PathLike) -> None:
 
 
 def begin_loaded(model: nn.Module, **source: Any) -> None:
-    """As [`begin`], for a model that was just loaded, by whomever: its folder, or those of its files that are in the Hub's cache, if a manifest
-    was published with them. `source`: `revision` and `cache_dir`, for [`note_commit`], of one that was loaded by its name.
-
-    Raises:
-        `ValueError`: as [`begin`], for a folder with a manifest; of the Hub, a small file has another content than was sealed.
+    """As [`begin`], for a model that was just loaded, by whomever: its folder, or those of its files that are in the
+    Hub's cache, if a manifest was published with them. `source`: `revision` and `cache_dir`, for [`note_commit`], of
+    one that was loaded by its name.
     """
     config = getattr(model, "config", None)
     if config is not None:
@@ -96,7 +92,8 @@ def begin_loaded(model: nn.Module, **source: Any) -> None:
 
 
 def _compare(folder: Path, partial: bool, closed: bool) -> None:
-    """Compare what is small in a sealed folder at once, and begin to hash the rest; nothing where that was begun before.
+    """Compare what is small in a sealed folder at once, and begin to hash the rest; nothing where that was begun
+    before.
 
     Args:
         partial: some of its files may be missing.
@@ -119,10 +116,8 @@ def _key(folder: Path) -> tuple:
 
 
 def finish(model: nn.Module | None = None, **source: Any) -> None:
-    """Wait for what [`begin`] began, and look at every value of `model`, of which `source` says what it says to [`begin_loaded`].
-
-    Raises:
-        `ValueError`: a weight file has another content than was sealed, or a tensor is not finite.
+    """Wait for what [`begin`] began, and look at every value of `model`, of which `source` says what it says to
+    [`begin_loaded`].
     """
     name = type(model).__name__
     if model is not None:
@@ -139,8 +134,8 @@ def finish(model: nn.Module | None = None, **source: Any) -> None:
 
 def _message(folder: Path, wrong: list[str]) -> str:
     return (
-        f"{folder} is not as it was sealed: {'; '.join(wrong)}. Export or download it again. If the change was meant, remove "
-        f"{seal.MANIFEST_NAME} there: it is loaded unverified then."
+        f"{folder} is not as it was sealed: {'; '.join(wrong)}. Export or download it again. If the change was meant, "
+        f"remove {seal.MANIFEST_NAME} there: it is loaded unverified then."
     )
 
 
@@ -168,14 +163,12 @@ def from_pretrained(model_id: str | os.PathLike, *args: Any, **kwargs: Any) -> P
     return model
 
 
-# --- an adapter that comes ready --------------------------------------------------------------------------------------------------
+# --- an adapter that comes ready --------------------------------------------------------------------------------------
 
 
 def given_model(model: Any) -> Any:
-    """A trainer's `model`, the path of a folder expanded, and a `PeftModel` where transformers loaded or added the adapter.
-
-    Raises:
-        `ValueError`: the folder has an adapter only, or what transformers loaded is not one LoRA adapter that acts.
+    """A trainer's `model`, the path of a folder expanded, and a `PeftModel` where transformers loaded or added the
+    adapter.
     """
     if not isinstance(model, str):
         own = isinstance(model, PeftModel) or not getattr(model, "_hf_peft_config_loaded", False)
@@ -194,8 +187,9 @@ def _as_peft_model(model: Any) -> PeftModel:
     disabled = any(isinstance(module, BaseTunerLayer) and module.disable_adapters for module in model.modules())
     if disabled or len(active) != 1:
         raise ValueError(
-            f"The model's adapters ({', '.join(model.peft_config)}) are {'disabled' if disabled else 'active together'}; one is "
-            "trained. Call model.enable_adapters() and model.set_adapter(name), or model.delete_adapter(names) for a new one."
+            f"The model's adapters ({', '.join(model.peft_config)}) are "
+            f"{'disabled' if disabled else 'active together'}; one is trained. Call model.enable_adapters() and "
+            "model.set_adapter(name), or model.delete_adapter(names) for a new one."
         )
     config = copy.copy(check_is_lora(model.peft_config[active[0]]))
     lost = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if getattr(config, name)]
@@ -230,7 +224,7 @@ def name_base(model: PeftModel) -> None:
     config.base_model_name_or_path, config.revision = found, None
 
 
-# --- FSDP 2 -----------------------------------------------------------------------------------------------------------------------
+# --- FSDP 2 -----------------------------------------------------------------------------------------------------------
 
 #: accelerate's name for whole tensors in a checkpoint
 FULL = "FULL_STATE_DICT"
@@ -247,8 +241,9 @@ class BytesWithoutGradient(TorchFunctionMode):
 
 @contextmanager
 def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
-    """In the block `from_pretrained` reads weights in every process, also with `fsdp_cpu_ram_efficient_loading`. With that, all but the first of a machine
-    get zeros, which accelerate replaces in the policy when it shards it, and in no other model."""
+    """In the block `from_pretrained` reads weights in every process, also with `fsdp_cpu_ram_efficient_loading`. With
+    that, all but the first of a machine get zeros, which accelerate replaces in the policy when it shards it, and in no
+    other model."""
     name, before = "FSDP_CPU_RAM_EFFICIENT_LOADING", os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
     if not wanted or before is None:
         yield
@@ -266,8 +261,8 @@ def save_whole_tensors(accelerator: Accelerator) -> None:
     if plugin is None or (now := getattr(plugin.state_dict_type, "name", plugin.state_dict_type)) == FULL:
         return
     logger.warning(
-        "fsdp_state_dict_type is %s, with which checkpoints and output_dir would have no adapter_model.safetensors. This run uses %s; write "
-        "`fsdp_state_dict_type: %s` into accelerate's configuration.",
+        "fsdp_state_dict_type is %s, with which checkpoints and output_dir would have no adapter_model.safetensors. "
+        "This run uses %s; write `fsdp_state_dict_type: %s` into accelerate's configuration.",
         now,
         FULL,
         FULL,

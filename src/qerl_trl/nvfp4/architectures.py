@@ -1,10 +1,11 @@
-"""What is known about architectures beyond their module classes: one table of data, read by trainer, engine and exporter.
+"""What is known about architectures beyond their module classes: one table of data, read by trainer, engine and
+exporter.
 
-`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3): transformers names the projections alike.
-An architecture that differs has a row of its own in `ROWS`.
+`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3): transformers names the
+projections alike. An architecture that differs has a row of its own in `ROWS`.
 
-Three things hold for every architecture. `TOWERS` see pictures and sound, and `ROUTERS` choose experts: both stay dense, and adapters stay
-out of them unless they are asked for. Output heads stay dense.
+Three things hold for every architecture. `TOWERS` see pictures and sound, and `ROUTERS` choose experts: both stay
+dense, and adapters stay out of them unless they are asked for. Output heads stay dense.
 """
 
 import dataclasses
@@ -49,8 +50,9 @@ class Architecture:
     """One row.
 
     Args:
-        fused: vLLM's layer -> the checkpoint's linears that it runs as one matrix, in row order. They share one storage and one global
-            scale, so they are packed all or none. Itself alone, where the checkpoint's matrix is fused already.
+        fused: vLLM's layer -> the checkpoint's linears that it runs as one matrix, in row order. They share one storage
+            and one global scale, so they are packed all or none. Itself alone, where the checkpoint's matrix is fused
+            already.
         heads: names of output heads. They are never quantized: TRL computes log-probabilities from their weight.
         dense: further linears that stay dense: gates of a few outputs, whose errors reach every token of a state.
         unadapted: further linears that get no adapter by default. Those in `dense` get none either.

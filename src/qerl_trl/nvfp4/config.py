@@ -4,13 +4,15 @@ A bf16 checkpoint is quantized while it is loaded, tensor by tensor, on the devi
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-3B-Instruct", quantization_config=NVFP4Config())
 
-A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) has a `quantization_config`, which transformers does not let anyone replace.
-`from_pretrained` reads either kind; where another library calls transformers' `from_pretrained`, pass it the arguments from
-`pretrained_kwargs`, or the configuration from `load_config`.
+A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) has a `quantization_config`, which transformers does
+not let anyone replace. `from_pretrained` reads either kind; where another library calls transformers'
+`from_pretrained`, pass it the arguments from `pretrained_kwargs`, or the configuration from `load_config`.
 
-`model.save_pretrained` always writes compressed-tensors: stock transformers, vLLM and llm-compressor open it without this package.
+`model.save_pretrained` always writes compressed-tensors: stock transformers, vLLM and llm-compressor open it without
+this package.
 
-Not transformers' own `NVFP4Config` (method "nvfp4", inference on Blackwell): ours is the method "qerl_nvfp4", in memory only.
+Not transformers' own `NVFP4Config` (method "nvfp4", inference on Blackwell): ours is the method "qerl_nvfp4", in memory
+only.
 """
 
 import copy
@@ -44,7 +46,7 @@ from .format import SCALE_RULES
 logger = logging.get_logger(__name__)
 
 
-# --- the configuration ------------------------------------------------------------------------------------------------------------
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 
 @register_quantization_config(checkpoints.METHOD)
@@ -53,12 +55,14 @@ class NVFP4Config(QuantizationConfigMixin):
 
     Args:
         scale_rule: "rtn" (plain rounding, the QeRL paper), "four_over_six" or "neighbor_sweep" (see `qerl_trl.nvfp4`).
-        modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings, which always stay:
-            whole dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular expressions
-            ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
+        modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings, which
+            always stay:
+            whole dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular
+            expressions ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
         compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
         source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
-        source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by `load_config`.
+        source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by
+            `load_config`.
         source_fp8: which of its modules are FP8, and become dense (`format.dequantize_fp8`). Set by `load_config`.
     """
 
@@ -76,7 +80,8 @@ class NVFP4Config(QuantizationConfigMixin):
         if unknown:
             known = [name for name in inspect.signature(NVFP4Config).parameters if name != "unknown"]
             raise ValueError(
-                f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}. Leave it out; there are {', '.join(known)}."
+                f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}. Leave it out; there are "
+                f"{', '.join(known)}."
             )
         if scale_rule not in SCALE_RULES:
             raise ValueError(
@@ -111,10 +116,8 @@ class NVFP4Config(QuantizationConfigMixin):
         return self._dense_linears
 
     def linears_to_quantize(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
-        """The linear layers of `model` that become (or are) NVFP4, by name; those that do not are noted for config.json.
-
-        Raises:
-            `ValueError`: as `layouts.linears_to_quantize`.
+        """The linear layers of `model` that become (or are) NVFP4, by name; those that do not are noted for
+        config.json.
         """
         if self.source_format is None:
             self._warn_unmatched(model)
@@ -150,7 +153,8 @@ class NVFP4Config(QuantizationConfigMixin):
     def from_checkpoint(
         cls, quantization_config: dict[str, Any], where: str, modules_to_not_convert: Iterable[str] = (), **options: Any
     ) -> "NVFP4Config":
-        """Translate the `quantization_config` of a compressed-tensors or ModelOpt checkpoint; `where` names it in errors."""
+        """Translate the `quantization_config` of a compressed-tensors or ModelOpt checkpoint; `where` names it in
+        errors."""
         selection = checkpoints.parse_quantization_config(quantization_config, where).without(modules_to_not_convert)
         return cls(
             modules_to_not_convert=list(selection.ignore),
@@ -164,7 +168,7 @@ class NVFP4Config(QuantizationConfigMixin):
         return f"NVFP4Config({', '.join(f'{name}={value!r}' for name, value in self.options().items() if name != 'quant_method')})"
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_config(
@@ -172,7 +176,8 @@ def load_config(
 ) -> PretrainedConfig:
     """`AutoConfig.from_pretrained`, with an NVFP4 checkpoint's `quantization_config` replaced by ours.
 
-    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain configuration comes back.
+    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain
+    configuration comes back.
 
     Args:
         model_id: folder or Hub repository.
@@ -218,9 +223,11 @@ def stored_quantization(
 def pretrained_kwargs(
     model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """The arguments that make `AutoModelForCausalLM.from_pretrained(model_id, ...)` give an NVFP4 model, whatever `model_id` holds.
+    """The arguments that make `AutoModelForCausalLM.from_pretrained(model_id, ...)` give an NVFP4 model, whatever
+    `model_id` holds.
 
-    `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for `load_config`.
+    `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for
+    `load_config`.
 
     Raises:
         `ValueError`: what lies in a folder is no whole checkpoint (see `headers.read_folder`); a file is named.
@@ -234,7 +241,8 @@ def pretrained_kwargs(
 
 
 def auto_class_of(config: PretrainedConfig, architecture: str | None = None) -> Any:
-    """What a checkpoint is loaded by so that it is the model which TRL trains: the class that its configuration names, with the tower that it may have.
+    """What a checkpoint is loaded by so that it is the model which TRL trains: the class that its configuration names,
+    with the tower that it may have.
 
     Args:
         architecture: name of the class; by default the configuration's first.
@@ -253,11 +261,11 @@ def from_pretrained(
     model_class: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository), by default as the class that TRL
-    loads it as ([`auto_class_of`]).
+    """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository), by
+    default as the class that TRL loads it as ([`auto_class_of`]).
 
-    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...), and to the model's configuration what
-    it has (`num_labels`, ...), as in transformers.
+    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...), and to the
+    model's configuration what it has (`num_labels`, ...), as in transformers.
     """
     hub = {
         key: kwargs[key]
@@ -283,8 +291,9 @@ def _check_is_ours(quantization_config: Any) -> None:
         return
     cls = type(quantization_config)
     raise ValueError(
-        f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config (transformers has another "
-        "class of that name, for inference on Blackwell). For other methods call transformers' from_pretrained."
+        f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config "
+        "(transformers has another class of that name, for inference on Blackwell). For other methods call "
+        "transformers' from_pretrained."
     )
 
 

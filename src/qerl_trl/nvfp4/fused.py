@@ -1,7 +1,9 @@
-"""q/k/v and gate/up layers that share one storage and one global scale, so that vLLM's fused layer can be that very storage.
+"""q/k/v and gate/up layers that share one storage and one global scale, so that vLLM's fused layer can be that very
+storage.
 
-vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is row-major and not
-swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers can be slices of vLLM's.
+vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is
+row-major and not swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers
+can be slices of vLLM's.
 """
 
 import logging
@@ -22,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4Linear]]]]:
-    """(parent's name, [(child's name, layer), ...]) for each complete group of the architecture with one input width and device.
+    """(parent's name, [(child's name, layer), ...]) for each complete group of the architecture with one input width
+    and device.
 
     Sees through adapters: a PEFT layer counts as the NVFP4 layer in its `base_layer`.
     """
@@ -43,12 +46,14 @@ CACHED_BYTES = 2**29
 
 @torch.no_grad()
 def fuse_storage(model: nn.Module) -> int:
-    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Can be called again.
+    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Can be called
+    again.
 
-    Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in the group's order. The shared global
-    scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two scales that we write, but for
-    blocks so small that their scale would fall below 2^-6: those are rounded again. A foreign checkpoint's layers whose scales cannot be
-    moved exactly keep their own, so that its weights stay bit for bit what they were.
+    Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in the group's order. The
+    shared global scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two
+    scales that we write, but for blocks so small that their scale would fall below 2^-6: those are rounded again. A
+    foreign checkpoint's layers whose scales cannot be moved exactly keep their own, so that its weights stay bit for
+    bit what they were.
     """
     groups, unshared = 0, []
     for parent, members in fused_groups(model):
@@ -61,15 +66,16 @@ def fuse_storage(model: nn.Module) -> int:
         one_storage(layers)
     if unshared:
         logger.warning(
-            f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the checkpoint's cannot be "
-            "made equal without changing its weights."
+            f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the "
+            "checkpoint's cannot be made equal without changing its weights."
         )
     return groups
 
 
 @torch.no_grad()
 def one_storage(layers: list[NVFP4Linear]) -> None:
-    """Make the layers' packed weights and block scales row slices of one tensor each, in this order. Their global scales stay."""
+    """Make the layers' packed weights and block scales row slices of one tensor each, in this order. Their global
+    scales stay."""
     rows = sum(layer.out_features for layer in layers)
     for attribute in ("weight_packed", "weight_scale"):
         parts = [getattr(layer, attribute) for layer in layers]
@@ -84,7 +90,8 @@ def one_storage(layers: list[NVFP4Linear]) -> None:
 def give_back_cached(device: torch.device) -> None:
     """Return to the GPU what torch keeps of freed tensors, once it is more than `CACHED_BYTES`.
 
-    Fusing frees two or three blocks per group, none of which is large enough for the next group: kept, they add up to the weights once more.
+    Fusing frees two or three blocks per group, none of which is large enough for the next group: kept, they add up to
+    the weights once more.
     """
     if (
         device.type == "cuda"
@@ -124,11 +131,12 @@ def _is_power_of_two(value: float) -> bool:
     return torch.frexp(torch.tensor(value)).mantissa.item() == 0.5
 
 
-# --- matrices as the engine multiplies them ---------------------------------------------------------------------------------------
+# --- matrices as the engine multiplies them ---------------------------------------------------------------------------
 
 
 class Matrix(NamedTuple):
-    """Packed layers that the engine multiplies as one: q/k/v, gate/up, or one alone. Rows of each, columns, and how many such the model has."""
+    """Packed layers that the engine multiplies as one: q/k/v, gate/up, or one alone. Rows of each, columns, and how
+    many such the model has."""
 
     layers: tuple[str, ...]
     rows: tuple[int, ...]
@@ -161,16 +169,15 @@ def packed_matrices(model: nn.Module) -> list[Matrix]:
 def matrices_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """{name: (rows, columns, layers in it, each with an adapter)} of the different packed matrices.
 
-    A name tells the layers of a decoder block that are in it ("q_proj + k_proj + v_proj"), and how many such matrices there are.
+    A name tells the layers of a decoder block that are in it ("q_proj + k_proj + v_proj"), and how many such matrices
+    there are.
     """
     return {matrix.name: (sum(matrix.rows), matrix.columns, len(matrix.rows)) for matrix in packed_matrices(model)}
 
 
 def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[Matrix]:
-    """The matrices that a folder or Hub id has once it is loaded in NVFP4, from its configuration alone; `kwargs` as for `load_config`.
-
-    Raises:
-        `ValueError`: the model cannot be quantized, as when it is loaded.
+    """The matrices that a folder or Hub id has once it is loaded in NVFP4, from its configuration alone; `kwargs` as
+    for `load_config`.
     """
     config = load_config(model_id, **kwargs)
     stored = getattr(config, "quantization_config", None)
@@ -192,7 +199,8 @@ def selected_for_matrices(
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> list[str]:
-    """One line per matrix {name: (rows, columns[, layers in it])}: which kernel up to how many tokens, and why. [] where no kernels run."""
+    """One line per matrix {name: (rows, columns[, layers in it])}: which kernel up to how many tokens, and why. []
+    where no kernels run."""
     kernels = kernels_for(torch.device(device))
     if kernels is None:
         return []

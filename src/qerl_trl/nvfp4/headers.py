@@ -1,7 +1,8 @@
 """What the safetensors files of a checkpoint hold, and whether it is what the model needs.
 
-safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_dense_headers`] and [`check_headers`] compare names, dtypes
-and shapes with the model before anything is loaded, [`check_scales`] and [`check_finite`] look at values.
+safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_dense_headers`] and
+[`check_headers`] compare names, dtypes and shapes with the model before anything is loaded, [`check_scales`] and
+[`check_finite`] look at values.
 """
 
 import json
@@ -55,7 +56,8 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * torch_dtype(self).itemsize
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """The tensor in slices of about `size` bytes along its first dimension, on the CPU. They are mapped from the file."""
+        """The tensor in slices of about `size` bytes along its first dimension, on the CPU. They are mapped from the
+        file."""
         with safe_open(self.file, framework="pt") as stored:
             if not self.nbytes or not self.shape:
                 yield stored.get_tensor(self.name)
@@ -66,11 +68,7 @@ class TensorInfo(NamedTuple):
 
 
 def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
-    """Tensor name -> `TensorInfo` of one or several safetensors files. Reads the headers only.
-
-    Raises:
-        `ValueError`: pickle files, damaged or truncated files, and a tensor that two files hold.
-    """
+    """Tensor name -> `TensorInfo` of one or several safetensors files. Reads the headers only."""
     tensors: dict[str, TensorInfo] = {}
     for file in map(Path, files):
         for info in _read_header(file):
@@ -94,12 +92,13 @@ def _read_header(file: Path) -> list[TensorInfo]:
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.is_file() else 0
         raise ValueError(
-            f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download it again."
+            f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download it "
+            "again."
         ) from error
     return [TensorInfo(name, file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
 
 
-# --- names, dtypes, shapes --------------------------------------------------------------------------------------------------------
+# --- names, dtypes, shapes --------------------------------------------------------------------------------------------
 
 
 def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str, torch.nn.Linear]) -> None:
@@ -110,14 +109,15 @@ def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str,
         if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
             _raise(
                 [
-                    f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for unquantized weights. "
-                    "Restore the quantization_config in config.json, and load with from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
+                    f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for "
+                    "unquantized weights. Restore the quantization_config in config.json, and load with "
+                    "from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
                 ]
             )
         if info is not None and info.dtype not in _DENSE_DTYPES:
             problems.append(
-                f"{info.file}: tensor {info.name!r} is {info.dtype}; quantizing needs one of {', '.join(_DENSE_DTYPES)}. "
-                "Use the unquantized checkpoint."
+                f"{info.file}: tensor {info.name!r} is {info.dtype}; quantizing needs one of "
+                f"{', '.join(_DENSE_DTYPES)}. Use the unquantized checkpoint."
             )
     _raise(problems)
 
@@ -153,8 +153,8 @@ def check_headers(
             continue
         elif name in dense:
             problems.append(
-                f"{file}: {name!r} is packed NVFP4, but the configuration (its ignore list, or modules_to_not_convert) says that this module is "
-                "not quantized. Remove it from the list."
+                f"{file}: {name!r} is packed NVFP4, but the configuration (its ignore list, or "
+                "modules_to_not_convert) says that this module is not quantized. Remove it from the list."
             )
         else:
             problems.append(f"{file}: {name!r} belongs to no linear of the model: config.json is another model's.")
@@ -188,7 +188,8 @@ def packed_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[st
 def _check_parts(
     name: str, parts: Mapping[str, TensorInfo], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[str]:
-    """What is wrong with the tensors of one quantized layer. `wanted`: dtype and shape by last name component; `()` is one number."""
+    """What is wrong with the tensors of one quantized layer. `wanted`: dtype and shape by last name component; `()` is
+    one number."""
     problems = []
     file = next((info.file for info in parts.values()), "checkpoint")
     there = ", ".join(f"{info.name!r} as {info.dtype}" for info in parts.values()) or "nothing of this layer"
@@ -196,24 +197,24 @@ def _check_parts(
         info = parts.get(part)
         if info is None:
             problems.append(
-                f"{file}: tensor '{name}.{part}' is missing; it holds {there}. Download or export the checkpoint again, or put the module on the "
-                "ignore list of its quantization_config."
+                f"{file}: tensor '{name}.{part}' is missing; it holds {there}. Download or export the checkpoint "
+                "again, or put the module on the ignore list of its quantization_config."
             )
         elif info.dtype != dtype or (info.shape != shape if shape else math.prod(info.shape) != 1):
             problems.append(
-                f"{info.file}: tensor {info.name!r} is {info.dtype} {info.shape}; {dtype} {shape or 'of one number'} belongs there. Download or "
-                "export the checkpoint again."
+                f"{info.file}: tensor {info.name!r} is {info.dtype} {info.shape}; {dtype} {shape or 'of one number'} "
+                "belongs there. Download or export the checkpoint again."
             )
     for part, info in parts.items():
         if part not in (*wanted, "bias", *IGNORED_SUFFIXES):
             problems.append(
-                f"{info.file}: unexpected tensor {info.name!r} beside quantized weights may change what the weights mean (AWQ pre-scales, zero "
-                "points). Use a plain NVFP4 checkpoint."
+                f"{info.file}: unexpected tensor {info.name!r} beside quantized weights may change what the weights "
+                "mean (AWQ pre-scales, zero points). Use a plain NVFP4 checkpoint."
             )
     return problems
 
 
-# --- values -----------------------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tensor, layout: Layout, where: str) -> None:
@@ -228,7 +229,8 @@ def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tenso
     if (value if layout.divides else 1 / value) < _SMALLEST_DIVISOR:
         raise ValueError(
             f"{label}, which looks like the reciprocal of a global scale: in the {layout.name} layout it "
-            f"{'divides (2688 / amax)' if layout.divides else 'multiplies (amax / 2688)'}. Fix the exporter, or invert it."
+            f"{'divides (2688 / amax)' if layout.divides else 'multiplies (amax / 2688)'}. Fix the exporter, or "
+            "invert it."
         )
 
 
@@ -241,7 +243,8 @@ def require_finite(file: Path) -> None:
 
 
 def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | None = None) -> None:
-    """Refuse a model with a floating parameter that is not finite throughout. `where`: a tensor's name -> what holds it.
+    """Refuse a model with a floating parameter that is not finite throughout. `where`: a tensor's name -> what holds
+    it.
 
     What this process does not have whole (sharded, offloaded) is left out.
     """
@@ -255,8 +258,8 @@ def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
     if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
         number = int((~torch.isfinite(tensor.float())).sum())
         raise ValueError(
-            f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can be computed with it. "
-            "Download, export or train it again."
+            f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can "
+            "be computed with it. Download, export or train it again."
         )
 
 
@@ -281,22 +284,19 @@ def torch_dtype(info: TensorInfo) -> torch.dtype:
     """
     if info.dtype not in DTYPES:
         raise ValueError(
-            f"{info.file}: tensor {info.name!r} is {info.dtype}, which qerl_trl cannot read. Convert the checkpoint to bfloat16."
+            f"{info.file}: tensor {info.name!r} is {info.dtype}, which qerl_trl cannot read. Convert the checkpoint "
+            "to bfloat16."
         )
     return DTYPES[info.dtype]
 
 
-# --- the files of a folder --------------------------------------------------------------------------------------------------------
+# --- the files of a folder --------------------------------------------------------------------------------------------
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo]:
-    """The tensors of the checkpoint in `folder`, by name. Reads the index and the files' headers.
-
-    Raises:
-        `ValueError`: no safetensors, a missing shard, a damaged index or header.
-    """
+    """The tensors of the checkpoint in `folder`, by name. Reads the index and the files' headers."""
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
@@ -306,11 +306,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would load: one whole, those that the index names, or all.
-
-    Raises:
-        `ValueError`: the index is damaged.
-    """
+    """The files that transformers would load: one whole, those that the index names, or all."""
     index, whole = folder / INDEX_NAME, folder / "model.safetensors"
     if whole.is_file():
         return [whole]
@@ -323,10 +319,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
-    """Refuse files that are not in `folder`, symbolic links followed: an index or a link could name any file of the user."""
+    """Refuse files that are not in `folder`, symbolic links followed: an index or a link could name any file of the
+    user."""
     for file in files:
         if (place := leads_to(file, folder)) is not None:
             raise ValueError(
-                f"{file} leads out of {folder}, to {place}: an index or a symbolic link in a checkpoint must not name other files of this "
-                "machine. Name the folder that holds the files themselves, or copy them here."
+                f"{file} leads out of {folder}, to {place}: an index or a symbolic link in a checkpoint must not name "
+                "other files of this machine. Name the folder that holds the files themselves, or copy them here."
             )

@@ -1,8 +1,8 @@
 """Model cards, rendered from the templates in `hub_cards/templates` and from facts that a run wrote down.
 
-A card's facts ([`records.Facts`]) are kept as `qerl_card.json` beside the card, so that it can be rendered again when the repository is
-known. Every number in a card is one of these facts, and so is every name (trainer, rewards, data, task); what no run wrote down is left
-out, not guessed.
+A card's facts ([`records.Facts`]) are kept as `qerl_card.json` beside the card, so that it can be rendered again when
+the repository is known. Every number in a card is one of these facts, and so is every name (trainer, rewards, data,
+task); what no run wrote down is left out, not guessed.
 """
 
 import functools
@@ -64,7 +64,7 @@ def template_folder() -> Path:
     )
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------------------
+# --- facts ------------------------------------------------------------------------------------------------------------
 
 
 def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
@@ -160,7 +160,7 @@ def _public(facts: Facts) -> Facts:
     return facts
 
 
-# --- rendering --------------------------------------------------------------------------------------------------------------------
+# --- rendering --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -179,11 +179,7 @@ def _templates(folder: Path) -> jinja2.Environment:
 
 
 def render(facts: Facts) -> str:
-    """The card as markdown with its YAML header.
-
-    Raises:
-        `ValueError`: unknown kind.
-    """
+    """The card as markdown with its YAML header."""
     if facts.get("kind") not in TEMPLATES:
         raise ValueError(f"There is no card for kind={facts.get('kind')!r}; known are {', '.join(TEMPLATES)}.")
     model = facts["settings"].get("model") or ""
@@ -211,7 +207,8 @@ def render(facts: Facts) -> str:
 
 
 def _slot(lora: "LoraSettings | None") -> int | None:
-    """The rank that vLLM is started with for an adapter; `None` where it serves none such, or nobody knows what it is."""
+    """The rank that vLLM is started with for an adapter; `None` where it serves none such, or nobody knows what it
+    is."""
     options = (lora or {}).get("options", {})
     if lora is None or options.get("use_dora") or options.get("modules_to_save"):
         return None
@@ -245,7 +242,8 @@ def _measured(task: str | None, dataset: str, split: str | None, accuracy: float
 
 
 class _Facts(dict):
-    """A dictionary whose missing keys are None, so that templates can ask for any fact (and misspelt variables still fail)."""
+    """A dictionary whose missing keys are None, so that templates can ask for any fact (and misspelt variables still
+    fail)."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -284,7 +282,7 @@ def _header(facts: Facts, base: str | None, title: str) -> str:
     return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
 
 
-# --- figures: what was measured ---------------------------------------------------------------------------------------------------
+# --- figures: what was measured ---------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +312,8 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
         steps, now = content.get("steps"), settings.get("global_step")
         if steps != now:
             _warn(
-                f"{results} was measured after {steps} steps, and {folder} has {now}: its figures are left out of the card."
+                f"{results} was measured after {steps} steps, and {folder} has {now}: its figures are left out of the "
+                "card."
             )
         else:
             found["results"] = cast(Results, known(content, Results))
@@ -363,7 +362,7 @@ def _of_another_model(
     return None
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, Any] | None:
@@ -373,7 +372,8 @@ def _read(path: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, An
         check(content)
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         _warn(
-            f"{path} is damaged ({type(error).__name__}: {error}): its figures are left out of the card. Run the command that wrote it again."
+            f"{path} is damaged ({type(error).__name__}: {error}): its figures are left out of the card. Run the "
+            "command that wrote it again."
         )
         return None
     return content

@@ -5,13 +5,13 @@
     save_base           the frozen NVFP4 base as it is, in compressed-tensors' layout
     save_merged_nvfp4   the merge rounded to 4 bits again: it says how much of the change survived, and refuses when next to nothing did
 
-What is exported is a live trainer (rank 0 writes, the others wait) or a policy that [`load.load_policy`] built from a checkpoint or adapter
-folder. The model itself is not touched. Of a model sharded by FSDP 2 the adapter is gathered; the base is loaded again in rank 0, on the CPU,
-and compared with the run's.
+What is exported is a live trainer (rank 0 writes, the others wait) or a policy that [`load.load_policy`] built from a
+checkpoint or adapter folder. The model itself is not touched. Of a model sharded by FSDP 2 the adapter is gathered; the
+base is loaded again in rank 0, on the CPU, and compared with the run's.
 
-**Which base?** An adapter learned on the quantized base corrects its rounding too. Merged into the dequantized NVFP4 base it is the policy that
-was trained; merged into the original bf16 base it is another model. `load_policy(..., base_format="bf16")` builds that one, and
-`logit_distance` measures how far it is.
+**Which base?** An adapter learned on the quantized base corrects its rounding too. Merged into the dequantized NVFP4
+base it is the policy that was trained; merged into the original bf16 base it is another model. `load_policy(...,
+base_format="bf16")` builds that one, and `logit_distance` measures how far it is.
 """
 
 import copy
@@ -92,7 +92,8 @@ def save_adapter(
     overwrite: bool = False,
     card: WriteCard | None = None,
 ) -> Export:
-    """The adapter as plain PEFT, with the tokenizer; `base_model` is named in adapter_config.json. Returns the record in the manifest."""
+    """The adapter as plain PEFT, with the tokenizer; `base_model` is named in adapter_config.json. Returns the record
+    in the manifest."""
 
     def write(policy: TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
@@ -152,10 +153,11 @@ def save_merged(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """The dense model: base and adapter merged in float32, each weight rounded once to `dtype`. On an NVFP4 base, the policy that was trained.
+    """The dense model: base and adapter merged in float32, each weight rounded once to `dtype`. On an NVFP4 base, the
+    policy that was trained.
 
-    `measured`: its distance to the trained policy, for the record and the card. The returned record has `survived`, as in
-    [`save_merged_nvfp4`].
+    `measured`: its distance to the trained policy, for the record and the card. The returned record has `survived`, as
+    in [`save_merged_nvfp4`].
     """
     written_as = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
@@ -221,7 +223,8 @@ def save_merged_nvfp4(
     progress: Callable[[int], None] | None = None,
     notify: Callable[[str], None] = print,
 ) -> Export:
-    """The merge rounded to NVFP4 again. `notify` is told how much of the change survived, which the returned record has too.
+    """The merge rounded to NVFP4 again. `notify` is told how much of the change survived, which the returned record has
+    too.
 
     With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
     `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
@@ -246,8 +249,9 @@ def save_merged_nvfp4(
             notify(f"Re-quantizing kept {kept:.3f} of the adapter's change (error {error:.2f} of its size).")
             if kept < MIN_KEPT_FRACTION and not force:
                 raise ValueError(
-                    f"Only {kept:.3f} of the adapter's change survives rounding to 4 bits: this would publish the base under another name. "
-                    "Publish the adapter or the bf16 merge, or force it (force=True, --force)."
+                    f"Only {kept:.3f} of the adapter's change survives rounding to 4 bits: this would publish the "
+                    "base under another name. Publish the adapter or the bf16 merge, or force it (force=True, "
+                    "--force)."
                 )
             export["survived"] = survived
             _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), jobs)
@@ -288,10 +292,12 @@ def _on_rank_zero(
 
 @contextmanager
 def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
-    """A sharded policy in one process, on the CPU: its base loaded again and compared with the run's, and its adapter."""
+    """A sharded policy in one process, on the CPU: its base loaded again and compared with the run's, and its
+    adapter."""
     if not isinstance(policy.model, PeftModel):
         raise ValueError(
-            "This model is sharded and has no adapter: no process has it whole. Call save_model(), and export that folder."
+            "This model is sharded and has no adapter: no process has it whole. Call save_model(), and export that "
+            "folder."
         )
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
@@ -307,7 +313,8 @@ def _staged(
     tokenizer: PreTrainedTokenizerBase | None,
     card: WriteCard | None,
 ) -> Iterator[Path]:
-    """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it `folder`."""
+    """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it
+    `folder`."""
     with writer.staging(folder, export, overwrite) as partial:
         yield partial
         _save_tokenizer(partial, tokenizer)
@@ -328,8 +335,9 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
     again = (type(tokenizer) if own else AutoTokenizer).from_pretrained(folder)
     if again(_TEXT)["input_ids"] != tokenizer(_TEXT)["input_ids"]:
         raise RuntimeError(
-            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the {type(tokenizer).__name__} in use. Set "
-            "tokenizer_class in tokenizer_config.json so that AutoTokenizer agrees."
+            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the "
+            f"{type(tokenizer).__name__} in use. Set tokenizer_class in tokenizer_config.json so that AutoTokenizer "
+            "agrees."
         )
 
 
@@ -337,7 +345,8 @@ def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
     quantizer = getattr(policy.transformers_model, "hf_quantizer", None)
     if quantizer is None or not has_nvfp4(policy.transformers_model):
         raise ValueError(
-            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Use qerl-trl quantize <model> <folder>."
+            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Use qerl-trl quantize "
+            "<model> <folder>."
         )
     return quantizer.quantization_config
 
@@ -358,8 +367,8 @@ def _save_config(
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
         logger.warning(
-            "The embedding or the output head was trained, and the base has one matrix for both. Written as two: lm_head.weight, %s numbers "
-            "more, and tie_word_embeddings=False in config.json.",
+            "The embedding or the output head was trained, and the base has one matrix for both. Written as two: "
+            "lm_head.weight, %s numbers more, and tie_word_embeddings=False in config.json.",
             f"{more:,}",
         )
     config.save_pretrained(folder)
@@ -392,7 +401,7 @@ def _record(kind: Kind, settings: RunSettings) -> Export:
     return {"kind": kind, "settings": settings, "exported_with": banner.versions()}
 
 
-# --- how far two models are apart on given text -----------------------------------------------------------------------------------
+# --- how far two models are apart on given text -----------------------------------------------------------------------
 
 
 def prompt_batches(
@@ -401,7 +410,8 @@ def prompt_batches(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int = 64,
 ) -> list[torch.Tensor]:
-    """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there is one."""
+    """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there
+    is one."""
     lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
     batches = []
     for line in itertools.islice(lines, limit):
@@ -431,8 +441,8 @@ def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.T
 
 
 def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> Measured:
-    """Distance of `other` from `policy`, by their logits (lists of (B, T, V)): mean and largest difference, KL(policy || other) in nats per
-    token, share of positions with the same most likely token."""
+    """Distance of `other` from `policy`, by their logits (lists of (B, T, V)): mean and largest difference, KL(policy
+    || other) in nats per token, share of positions with the same most likely token."""
     tokens, values = sum(a.shape[:2].numel() for a in policy), sum(a.numel() for a in policy)
     total = largest = kl = agree = 0.0
     for a, b in zip(policy, other, strict=True):

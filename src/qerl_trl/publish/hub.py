@@ -1,7 +1,9 @@
-"""Uploads to the Hugging Face Hub: private unless said otherwise, announced first, all or nothing, and never with a token in any text.
+"""Uploads to the Hugging Face Hub: private unless said otherwise, announced first, all or nothing, and never with a
+token in any text.
 
-[`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the single commit at the end; an
-interrupted upload is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base` export and upload in one go.
+[`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the
+single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`,
+`push_merged` and `push_base` export and upload in one go.
 """
 
 import json
@@ -72,7 +74,8 @@ def _explanation(error: Exception, repo_id: str) -> str:
 
 
 def _root_of(error: BaseException) -> BaseException:
-    """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a RuntimeError)."""
+    """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a
+    RuntimeError)."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
@@ -98,7 +101,7 @@ def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
     raise AssertionError
 
 
-# --- the repository ---------------------------------------------------------------------------------------------------------------
+# --- the repository ---------------------------------------------------------------------------------------------------
 
 
 def prepare_repository(
@@ -108,10 +111,12 @@ def prepare_repository(
     revision: str | None = None,
     notify: Callable[[str], None] = print,
 ) -> str:
-    """Announce, then create the repository and its branch, or check that the existing one has the visibility asked for. Returns `user/name`.
+    """Announce, then create the repository and its branch, or check that the existing one has the visibility asked for.
+    Returns `user/name`.
 
     Raises:
-        `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
+        `HubError`: no token, a refused token, no network, or an existing public repository where a private one is
+            wanted.
     """
     return _created(_announced(repo_id, private, token, notify), repo_id, private, revision)
 
@@ -138,15 +143,16 @@ def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> s
             asked = "private" if private else "public"
             remedy = "publish there on purpose: private=False (hub_private_repo=False, --public)"
             raise HubError(
-                f"{repo_id} exists and is {'private' if is_private else 'PUBLIC'}, and a {asked} publication was asked for, so nothing was "
-                f"uploaded. Choose another name, or {remedy if private else 'change its visibility in its settings on the Hub'}."
+                f"{repo_id} exists and is {'private' if is_private else 'PUBLIC'}, and a {asked} publication was "
+                "asked for, so nothing was uploaded. Choose another name, or "
+                f"{remedy if private else 'change its visibility in its settings on the Hub'}."
             )
         if revision is not None and not revision.startswith("refs/"):
             _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
     return repo_id
 
 
-# --- a folder ---------------------------------------------------------------------------------------------------------------------
+# --- a folder ---------------------------------------------------------------------------------------------------------
 
 
 def push_folder(
@@ -166,12 +172,14 @@ def push_folder(
     Args:
         base_model: Hub id of the base, for the card and adapter_config.json of an adapter.
         facts: for the card, over those that the export recorded.
-        allow_other_base: name a base, here or in adapter_config.json, that holds other weights than the adapter was trained on.
-        options: `private` (default: True), `token`, `revision`; `force`: publish into a repository that holds something else, whose other
-            files stay; `further`: uploaded in the same commit, without a place in the manifest.
+        allow_other_base: name a base, here or in adapter_config.json, that holds other weights than the adapter was
+            trained on.
+        options: `private` (default: True), `token`, `revision`; `force`: publish into a repository that holds something
+            else, whose other files stay; `further`: uploaded in the same commit, without a place in the manifest.
 
     Raises:
-        `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another one.
+        `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another
+            one.
         `HubError`: see [`prepare_repository`]; and the repository holds other content.
     """
     folder = Path(folder)
@@ -205,7 +213,8 @@ def push_model(
     message: str = "model, written by qerl-trl",
     **options: Any,
 ) -> str:
-    """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a checkpoint."""
+    """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a
+    checkpoint."""
     folder = Path(folder)
     if wrong := seal.problems(folder):
         raise ValueError(f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint.")
@@ -263,8 +272,9 @@ def _whole_export(folder: Path) -> Export:
         raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
     if "kind" not in found:
         raise ValueError(
-            f"{folder} was not written by an export of qerl-trl (its {seal.MANIFEST_NAME} is missing or of a checkpoint). Export it "
-            "first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl push adapter <run> <user/name>."
+            f"{folder} was not written by an export of qerl-trl (its {seal.MANIFEST_NAME} is missing or of a "
+            "checkpoint). Export it first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl "
+            "push adapter <run> <user/name>."
         )
     return cast(Export, found)
 
@@ -286,21 +296,23 @@ def _compare(
     if not force:
         found = f"a {kind.replace('_', ' ')}" if kind else "other files"
         raise HubError(
-            f"{repo_id} already contains {found}, so nothing was uploaded. Choose another name, or add to it on purpose: force=True (--force)."
+            f"{repo_id} already contains {found}, so nothing was uploaded. Choose another name, or add to it on "
+            "purpose: force=True (--force)."
         )
     return []
 
 
-# --- the base of an adapter -------------------------------------------------------------------------------------------------------
+# --- the base of an adapter -------------------------------------------------------------------------------------------
 
 
 def require_hub_base(base: str) -> None:
     """Refuse a base model that others cannot load."""
     if not is_hub_id(base):
         raise ValueError(
-            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be published. Publish the "
-            "base first (qerl-trl quantize or merge --as base, then qerl-trl push base <folder> user/name) and name it: base_model='user/name' "
-            "(--base-model user/name; while training: hub_base_model='user/name')."
+            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be "
+            "published. Publish the base first (qerl-trl quantize or merge --as base, then qerl-trl push base "
+            "<folder> user/name) and name it: base_model='user/name' (--base-model user/name; while training: "
+            "hub_base_model='user/name')."
         )
 
 
@@ -318,10 +330,8 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
 
 
 def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
-    """Compare the base that an adapter names with the one it was trained on, by the manifest there. Returns what the user should know.
-
-    Raises:
-        `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
+    """Compare the base that an adapter names with the one it was trained on, by the manifest there. Returns what the
+    user should know.
     """
     revision, then, known = recorded_revision(settings, base_model), settings.get("base_sha256"), None
     wrong = ""
@@ -339,8 +349,9 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         pass  # of somebody else, who writes no manifest
     if wrong and not allowed:
         raise ValueError(
-            f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push base base user/name) and "
-            "name that one. To name this one all the same: allow_other_base=True (--allow-other-base)."
+            f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push "
+            "base base user/name) and name that one. To name this one all the same: allow_other_base=True "
+            "(--allow-other-base)."
         )
     if wrong:
         return f"{base_model} {wrong}. It is named all the same, as allowed."
@@ -351,7 +362,8 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
 
 
 def _stored_packed(api: HfApi, base: str) -> bool | None:
-    """Whether a model on the Hub is stored in quantized layers, which PEFT cannot adapt as they are; `None` where nobody can say."""
+    """Whether a model on the Hub is stored in quantized layers, which PEFT cannot adapt as they are; `None` where
+    nobody can say."""
     try:
         path = _retried(lambda: api.hf_hub_download(base, "config.json"), 2)
         return "quantization_config" in json.loads(Path(path).read_text())
@@ -359,13 +371,14 @@ def _stored_packed(api: HfApi, base: str) -> bool | None:
         return None
 
 
-# --- export and upload in one go --------------------------------------------------------------------------------------------------
+# --- export and upload in one go --------------------------------------------------------------------------------------
 
 
 def push_adapter(
     exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
 ) -> str | None:
-    """Save the adapter of a trainer or [`run.TrainedPolicy`] and upload it. `options` as for [`push_folder`]. None on other ranks."""
+    """Save the adapter of a trainer or [`run.TrainedPolicy`] and upload it. `options` as for [`push_folder`]. None on
+    other ranks."""
     return _export_and_push(export.save_adapter, exported, repo_id, facts, {"base_model": base_model, **options})
 
 
@@ -394,12 +407,13 @@ def _export_and_push(
     return url
 
 
-# --- while training ---------------------------------------------------------------------------------------------------------------
+# --- while training ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a run is published, and as what. `base_model`: Hub id of the base of an adapter that was trained on a local folder."""
+    """Where a run is published, and as what. `base_model`: Hub id of the base of an adapter that was trained on a local
+    folder."""
 
     repo_id: str
     private: bool
@@ -428,7 +442,8 @@ class Destination:
 def push_run(
     folder: Path, repo_id: str, facts: Facts, adapter: bool, base_model: str | None = None, **options: Any
 ) -> str:
-    """Upload the model or the adapter of a run's folder or of a checkpoint, from its files alone. `options` as for [`push_folder`]."""
+    """Upload the model or the adapter of a run's folder or of a checkpoint, from its files alone. `options` as for
+    [`push_folder`]."""
     if not adapter:
         return push_model(folder, repo_id, facts, **options)
     exported = folder.with_name(f".push-{folder.name}")
@@ -440,7 +455,8 @@ def push_run(
 
 
 def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, keep_as: str | None) -> str:
-    """Upload a sealed checkpoint: its model as the repository's, with a card, and all that a resumed run reads as the folder `keep_as`."""
+    """Upload a sealed checkpoint: its model as the repository's, with a card, and all that a resumed run reads as the
+    folder `keep_as`."""
     further: Content = {}
     if keep_as is not None:
         changed = adapter_config(folder, to.base_model) if to.adapter else {}

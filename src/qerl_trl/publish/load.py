@@ -1,4 +1,5 @@
-"""The policy of a finished run, rebuilt for export or evaluation: its base in the format it was trained on, and its adapter."""
+"""The policy of a finished run, rebuilt for export or evaluation: its base in the format it was trained on, and its
+adapter."""
 
 import logging
 import os
@@ -27,8 +28,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class TrainedPolicy(NamedTuple):
-    """What is exported or evaluated. `model` has an adapter or none; `settings` describes its run, as far as known. `gathered`: the adapter's
-    tensors by parameter name, where the model is sharded."""
+    """What is exported or evaluated. `model` has an adapter or none; `settings` describes its run, as far as known.
+    `gathered`: the adapter's tensors by parameter name, where the model is sharded."""
 
     model: PeftModel | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -82,8 +83,8 @@ def load_policy(
         trust_remote_code: run the base's own code.
 
     Raises:
-        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, the base has other weights, or is
-            stored in another format than was asked for.
+        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, the base has
+            other weights, or is stored in another format than was asked for.
     """
     adapter = Path(adapter)
     require_adapter(adapter)
@@ -94,8 +95,8 @@ def load_policy(
     base_format = base_format or recorded
     if base_format is None:
         raise ValueError(
-            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' (--base-format nvfp4) if it was "
-            "trained by a QeRL trainer with its default, or 'bf16'."
+            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' "
+            "(--base-format nvfp4) if it was trained by a QeRL trainer with its default, or 'bf16'."
         )
     if base_format not in ("nvfp4", "bf16"):
         raise ValueError(
@@ -133,8 +134,8 @@ def load_policy(
 def _load_base(
     adapter: Path, settings: RunSettings, base: str, form: str, dtype: str, device: str, allowed: bool, code: bool
 ) -> PreTrainedModel:
-    """The base at the run's revision, with the tokens that `adapter` added, compared; `settings` learns of another one that is `allowed`.
-    `code`: whether its own may run."""
+    """The base at the run's revision, with the tokens that `adapter` added, compared; `settings` learns of another one
+    that is `allowed`. `code`: whether its own may run."""
     found: dict[str, Any] = {"revision": recorded_revision(settings, base), "trust_remote_code": code}
     hub = {"device_map": {"": device}, **found}
     if form == "nvfp4":
@@ -162,12 +163,10 @@ def check_served_base(
     allow_other_base: bool = False,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Compare the base that an engine will load by itself: loaded here for a moment, in the format that the run trained on.
+    """Compare the base that an engine will load by itself: loaded here for a moment, in the format that the run trained
+    on.
 
     Returns the Hub's revision at which to load it, `None` for a folder.
-
-    Raises:
-        `ValueError`: as [`load_policy`], and the adapter is more than LoRA.
     """
     with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
         if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
@@ -197,10 +196,8 @@ def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
 
 
 def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool) -> RunSettings:
-    """Compare a base, just loaded, with the one that the run recorded: its weights, and how it computes with them. Returns what to record of it.
-
-    Raises:
-        `ValueError`: it is another one, and that is not `allowed`.
+    """Compare a base, just loaded, with the one that the run recorded: its weights, and how it computes with them.
+    Returns what to record of it.
     """
     then, now = settings.get("base_sha256"), fingerprint.base_sha256(model)
     config = fingerprint.base_config(model)
@@ -217,9 +214,10 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
         commit = settings.get("base_revision")
         trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
         raise ValueError(
-            f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} than the base that the adapter "
-            f"was trained on, {trained_on} in {settings.get('dtype', dtype)} ({'; '.join(lines)}). Name the run's own base: base_model=... "
-            "(--base-model), without dtype (--dtype); or take this one: allow_other_base=True (--allow-other-base)."
+            f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} "
+            f"than the base that the adapter was trained on, {trained_on} in {settings.get('dtype', dtype)} "
+            f"({'; '.join(lines)}). Name the run's own base: base_model=... (--base-model), without dtype (--dtype); "
+            "or take this one: allow_other_base=True (--allow-other-base)."
         )
     logger.warning("Building on another base than the run's, as allowed: %s.", "; ".join(lines))
     found["changed"] = [*settings.get("changed", []), *lines]
@@ -227,7 +225,8 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
 
 
 def require_whole(folder: Path) -> None:
-    """Refuse the folder of a run or checkpoint that is not as it was sealed, or whose adapter has a value that is not finite.
+    """Refuse the folder of a run or checkpoint that is not as it was sealed, or whose adapter has a value that is not
+    finite.
 
     Without a manifest (another trainer's) there is a warning, and only the values are looked at.
     """
@@ -239,15 +238,17 @@ def require_whole(folder: Path) -> None:
         )
     elif wrong := seal.problems(folder) or seal.added(folder):
         raise ValueError(
-            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run (checkpoint-<step>), or copy the "
-            f"folder from where it is whole. If the change was meant, remove {seal.MANIFEST_NAME} there: it is used with a warning then."
+            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run "
+            "(checkpoint-<step>), or copy the folder from where it is whole. If the change was meant, remove "
+            f"{seal.MANIFEST_NAME} there: it is used with a warning then."
         )
     if (folder / ADAPTER_FILE).is_file():
         require_finite(folder / ADAPTER_FILE)
 
 
 def recorded_settings(folder: Path) -> RunSettings:
-    """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest checkpoint inside."""
+    """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest
+    checkpoint inside."""
     found = seal.recorded_settings(folder)
     if not seal.recorded_run(folder) and (newest := seal.last_checkpoint(folder)) is not None:
         found = seal.recorded_run(newest)
@@ -255,7 +256,8 @@ def recorded_settings(folder: Path) -> RunSettings:
 
 
 def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
-    """What the run gave its chat template, such as `{"enable_thinking": False}`: whoever asks its model asks with it."""
+    """What the run gave its chat template, such as `{"enable_thinking": False}`: whoever asks its model asks with
+    it."""
     return settings.get("options", {}).get("chat_template_kwargs")
 
 
@@ -265,7 +267,8 @@ def format_of(model: str, revision: str | None = None, trust_remote_code: bool =
 
 
 def stored_as(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
-    """As [`format_of`], a dense model by its dtype: "nvfp4", "bfloat16", "float16" or "float32"; "dense" where its configuration has none."""
+    """As [`format_of`], a dense model by its dtype: "nvfp4", "bfloat16", "float16" or "float32"; "dense" where its
+    configuration has none."""
     hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     config = load_config(model, trust_remote_code=trust_remote_code, **hub)
     if getattr(config, "quantization_config", None) is not None:
@@ -275,11 +278,7 @@ def stored_as(model: str, revision: str | None = None, trust_remote_code: bool =
 
 
 def require_format(model: str, base_format: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """Refuse a model that is not stored as `base_format`.
-
-    Raises:
-        `ValueError`: says how to get one that is.
-    """
+    """Refuse a model that is not stored as `base_format`."""
     stored = format_of(model, revision, trust_remote_code)
     if stored == base_format:
         return
@@ -288,7 +287,8 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
         "bf16": "The weights it was made from are not in there: name the unquantized model",
     }
     raise ValueError(
-        f"base_format={base_format!r}, and {model} is stored as {stored}. {remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
+        f"base_format={base_format!r}, and {model} is stored as {stored}. "
+        f"{remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
     )
 
 

@@ -1,6 +1,8 @@
-"""A policy as the dense model that it publishes, tensor by tensor: names as on disk, weights merged, cast or rounded when asked for.
+"""A policy as the dense model that it publishes, tensor by tensor: names as on disk, weights merged, cast or rounded
+when asked for.
 
-[`entries_of`] lists the tensors; nothing is computed until an entry's `value()` is called, and the model itself is not touched.
+[`entries_of`] lists the tensors; nothing is computed until an entry's `value()` is called, and the model itself is not
+touched.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -61,11 +63,7 @@ def _dense_base(layer: LoraLinear) -> Iterator[nn.Linear]:
 
 
 def check_base(policy: TrainedPolicy) -> None:
-    """Refuse to build on a base that has changed since the run began: what is merged would be merged again.
-
-    Raises:
-        `RuntimeError`: the adapter is merged, or a frozen weight is another one than the run recorded.
-    """
+    """Refuse to build on a base that has changed since the run began: what is merged would be merged again."""
     adapted = isinstance(policy.model, PeftModel)
     unchanged.check_base(policy.model, recorded_base(policy.settings) if adapted else None)
 
@@ -98,7 +96,8 @@ class Entry(NamedTuple):
 
 @torch.no_grad()
 def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
-    """Every tensor of the dense model, in the model's order; weights of NVFP4 and LoRA layers are computed when asked for."""
+    """Every tensor of the dense model, in the model's order; weights of NVFP4 and LoRA layers are computed when asked
+    for."""
     model = policy.transformers_model
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -107,8 +106,9 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                 continue
             if not isinstance(module, (LoraLinear, ModulesToSaveWrapper, TrainableTokensWrapper)):
                 raise ValueError(
-                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear layers, trained tokens and whole "
-                    "trained modules (modules_to_save) can. Save the adapter instead."
+                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear "
+                    "layers, trained tokens and whole trained modules (modules_to_save) can. Save the adapter "
+                    "instead."
                 )
             if isinstance(module, LoraLinear) and with_adapter:
                 _require_mergeable(name, module)
@@ -129,8 +129,8 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                 # a trained copy that PEFT ties (ensure_weight_tying) is no part of a base
                 if ".modules_to_save." not in key and key.replace(".original_module.", ".") not in tied:
                     raise ValueError(
-                        f"{key} is in the same memory as another tensor, and transformers does not tie it again when it loads: it would be missing. "
-                        "Give it memory of its own (clone it), or publish the adapter."
+                        f"{key} is in the same memory as another tensor, and transformers does not tie it again when "
+                        "it loads: it would be missing. Give it memory of its own (clone it), or publish the adapter."
                     )
                 continue
             seen.add(place)
@@ -148,19 +148,21 @@ def _require_mergeable(name: str, lora: LoraLinear) -> None:
             continue
         if lora.lora_bias.get(adapter) and getattr(lora.get_base_layer(), "bias", None) is None:
             raise ValueError(
-                f"The adapter of {name} has a bias (lora_bias=True), and the layer has none to merge it into. Save the adapter instead."
+                f"The adapter of {name} has a bias (lora_bias=True), and the layer has none to merge it into. Save "
+                "the adapter instead."
             )
         if isinstance(lora.lora_variant.get(adapter), ALoraLinearVariant):
             raise ValueError(
-                f"{name} carries an activated LoRA (aLoRA), which acts from its words on only. Save the adapter instead."
+                f"{name} carries an activated LoRA (aLoRA), which acts from its words on only. Save the adapter "
+                "instead."
             )
 
 
 def _require_whole(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta or tensor.numel() == 0 or hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_id"):
         raise RuntimeError(
-            f"{name} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from its folder: "
-            "qerl-trl merge <checkpoint> <folder>."
+            f"{name} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from "
+            "its folder: qerl-trl merge <checkpoint> <folder>."
         )
 
 
@@ -220,8 +222,9 @@ def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, s
         reverted = revert_weight_conversion(model, {entry.name: stand_in})
         if len(reverted) != 1 or next(iter(reverted.values())).shape != stand_in.shape:
             raise ValueError(
-                f"{type(model).__name__} keeps {entry.name} in another form in memory than on disk, which a tensor-by-tensor export cannot "
-                "undo. Publish the adapter, or merge with PEFT (merge_and_unload) and save_pretrained, which needs the whole dense model."
+                f"{type(model).__name__} keeps {entry.name} in another form in memory than on disk, which a "
+                "tensor-by-tensor export cannot undo. Publish the adapter, or merge with PEFT (merge_and_unload) and "
+                "save_pretrained, which needs the whole dense model."
             )
         names[entry.name] = next(iter(reverted))
     return names
@@ -233,7 +236,7 @@ def nvfp4_layer(entry: Entry) -> NVFP4Linear | None:
     return layer if isinstance(layer, NVFP4Linear) else None
 
 
-# --- how each tensor is made ------------------------------------------------------------------------------------------------------
+# --- how each tensor is made ------------------------------------------------------------------------------------------
 
 
 def cast_job(entry: Entry, dtype: torch.dtype) -> Job:
@@ -258,7 +261,8 @@ def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
 
 
 def lossless_dtype(entry: Entry) -> torch.dtype:
-    """bfloat16 for a tensor that is only kept in float32 (a run with float32 compute loads a bf16 base so), else its own dtype."""
+    """bfloat16 for a tensor that is only kept in float32 (a run with float32 compute loads a bf16 base so), else its
+    own dtype."""
     if entry.dtype != torch.float32:
         return entry.dtype
     value = entry.value()

@@ -1,8 +1,10 @@
-"""Quantize a folder: dense safetensors checkpoint in, NVFP4 checkpoint (compressed-tensors layout) out, without building the model.
+"""Quantize a folder: dense safetensors checkpoint in, NVFP4 checkpoint (compressed-tensors layout) out, without
+building the model.
 
-The model class is instantiated on the meta device, to learn which linear layers stay dense: the same rules as in `from_pretrained`. Then each
-weight is read, quantized and written to its final place; q/k/v and gate/up together, since they share a global scale. Several are worked on at
-a time, within a budget of memory. A killed run continues with the shards that are missing.
+The model class is instantiated on the meta device, to learn which linear layers stay dense: the same rules as in
+`from_pretrained`. Then each weight is read, quantized and written to its final place; q/k/v and gate/up together, since
+they share a global scale. Several are worked on at a time, within a budget of memory. A killed run continues with the
+shards that are missing.
 
 On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck.
 """
@@ -70,7 +72,8 @@ _NOT_COPIED = (
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """What a finished `quantize_folder` reports: error and size. `nmse` is the squared error over the squared weight, on sampled rows."""
+    """What a finished `quantize_folder` reports: error and size. `nmse` is the squared error over the squared weight,
+    on sampled rows."""
 
     layers: list[QuantizedLayer]
     weights: int
@@ -107,10 +110,12 @@ def quantize_folder(
         card: called with the unfinished folder and the manifest's description, to add a README.
         progress: called with (bytes written since the last call, bytes in total).
 
-    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker on the host.
+    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker on the
+    host.
 
     Raises:
-        `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
+        `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an
+            existing destination.
     """
     folder = _local(model, trust_remote_code)
     write.require_apart(folder, destination)
@@ -184,8 +189,9 @@ def _local(model: str | os.PathLike, with_code: bool) -> Path:
 def _matched(
     folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
 ) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str], dict[str, str]]:
-    """(tensors of the checkpoint, linear layers to quantize by the checkpoint's names, names of the parameters that the loaded model will have, none
-    where that is not known, what modules of the checkpoint are called then), checked against each other."""
+    """(tensors of the checkpoint, linear layers to quantize by the checkpoint's names, names of the parameters that the
+    loaded model will have, none where that is not known, what modules of the checkpoint are called then), checked
+    against each other."""
     tensors = headers.read_folder(folder)
     headers.check_inside(folder, {info.file for info in tensors.values()})
     with torch.device("meta"):
@@ -197,8 +203,9 @@ def _matched(
     absent = [name for name in converted if f"{name}.weight" not in tensors]
     if absent:
         raise ValueError(
-            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. {absent[0]}.weight: the checkpoint's "
-            "names differ from the model's. Load it with from_pretrained(..., quantization_config=NVFP4Config()) and save_pretrained it."
+            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. "
+            f"{absent[0]}.weight: the checkpoint's names differ from the model's. Load it with from_pretrained(..., "
+            "quantization_config=NVFP4Config()) and save_pretrained it."
         )
     for name, layer in converted.items():
         info = tensors[f"{name}.weight"]
@@ -213,7 +220,8 @@ def _matched(
 
 
 def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """What a checkpoint calls the modules that transformers calls otherwise once it has loaded them, as Gemma 3's, Qwen2.5-VL's and Mistral 3's."""
+    """What a checkpoint calls the modules that transformers calls otherwise once it has loaded them, as Gemma 3's,
+    Qwen2.5-VL's and Mistral 3's."""
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
@@ -240,7 +248,7 @@ def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
     return digest.hexdigest()
 
 
-# --- the work ---------------------------------------------------------------------------------------------------------------------
+# --- the work ---------------------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -320,7 +328,7 @@ def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
     )
 
 
-# --- how each tensor is made ------------------------------------------------------------------------------------------------------
+# --- how each tensor is made ------------------------------------------------------------------------------------------
 
 #: quantizes a matrix by a scale rule
 Quantize = Callable[[torch.Tensor, str], NVFP4Tensor]
@@ -349,8 +357,8 @@ class Budget:
 
 
 def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
-    """What quantizes a matrix on `device`: the reference, or the kernel where there is one and it saves more than its compilation takes,
-    a second in which the interpreter is busy: not for rtn. Both give the same bytes."""
+    """What quantizes a matrix on `device`: the reference, or the kernel where there is one and it saves more than its
+    compilation takes, a second in which the interpreter is busy: not for rtn. Both give the same bytes."""
     if device.type == "cuda" and scale_rule != "rtn":
         import qerl_nvfp4
 
@@ -405,8 +413,8 @@ def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize
 
 
 def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
-    """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay. `device`: for its row of
-    the fingerprint."""
+    """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay.
+    `device`: for its row of the fingerprint."""
     note: QuantizedNote = {}
     stored = torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored

@@ -1,9 +1,9 @@
 """Safetensors written tensor by tensor, in any order, resumable.
 
-A checkpoint of any size is described by *jobs*: what tensors a job will give (names, dtypes, shapes) is known before their values are.
-So every file's header is written first and each tensor goes straight to its place in the file, from any thread and in any order, and no
-more than the tensors being worked on is ever in memory. A shard gets its final name when it is complete; a killed run continues with the
-shards that are missing.
+A checkpoint of any size is described by *jobs*: what tensors a job will give (names, dtypes, shapes) is known before
+their values are. So every file's header is written first and each tensor goes straight to its place in the file, from
+any thread and in any order, and no more than the tensors being worked on is ever in memory. A shard gets its final name
+when it is complete; a killed run continues with the shards that are missing.
 """
 
 import fcntl
@@ -35,8 +35,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Job(NamedTuple):
-    """Tensors that are made together. `make` yields them in the order of `specs`, each whole or in slices of its first dimension (a slice
-    may be overwritten when the next is asked for); `note` may be filled by it (JSON) and is kept."""
+    """Tensors that are made together. `make` yields them in the order of `specs`, each whole or in slices of its first
+    dimension (a slice may be overwritten when the next is asked for); `note` may be filled by it (JSON) and is kept."""
 
     specs: tuple[TensorSpec, ...]
     make: Callable[[], Iterable[torch.Tensor]]
@@ -55,8 +55,8 @@ def write_shards(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[Note]:
-    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept. A tensor that is not
-    finite throughout is not written.
+    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept. A
+    tensor that is not finite throughout is not written.
 
     Args:
         folder: existing folder, from [`staging`] if an interrupted run shall be continued.
@@ -128,7 +128,8 @@ class _Shard:
     def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
         self.path, self.jobs, self.progress = path, jobs, progress
         self._temporary = path.with_name(f".{path.name}.tmp")
-        # readers view the file's bytes as the tensor's dtype: what would leave its successor at an odd place comes last, wider dtypes first
+        # readers view the file's bytes as the tensor's dtype: what would leave its successor at an odd place comes
+        # last, wider dtypes first
         specs = sorted(
             (spec for job in jobs for spec in job.specs),
             key=lambda spec: -spec.dtype.itemsize if spec.nbytes % 8 else -8,
@@ -209,28 +210,28 @@ def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
         data, offset = data[written:], offset + written
 
 
-# --- folders that are published whole or not at all -------------------------------------------------------------------------------
+# --- folders that are published whole or not at all -------------------------------------------------------------------
 
 _RECORD_NAME = ".record.json"
 
 
 def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> None:
-    """Refuse a destination in whose place what it is made from would be removed: with `overwrite`, a run with all its checkpoints.
-
-    Raises:
-        `ValueError`: `destination` is `source`, or holds it, by whatever path.
+    """Refuse a destination in whose place what it is made from would be removed: with `overwrite`, a run with all its
+    checkpoints.
     """
     read, written = Path(source).resolve(), Path(destination).resolve()
     if read.is_dir() and read.is_relative_to(written):
         raise ValueError(
-            f"{destination} is, or holds, {source}, from which it would be made and which would be removed in its place. Name another folder."
+            f"{destination} is, or holds, {source}, from which it would be made and which would be removed in its "
+            "place. Name another folder."
         )
 
 
 def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
     """
     Raises:
-        `ValueError`: something else is there that may not be replaced; or, with `overwrite`, it is more than one export.
+        `ValueError`: something else is there that may not be replaced; or, with `overwrite`, it is more than one
+            export.
     """
     destination = Path(destination).absolute()
     taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
@@ -238,14 +239,15 @@ def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(
-            f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, --overwrite)."
+            f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced "
+            "(overwrite=True, --overwrite)."
         )
     found = [*seal.of_a_run(destination), *(path.parent.name for path in destination.glob("*/*.safetensors"))]
     found += [".git"] if (destination / ".git").exists() else []
     if found:
         raise ValueError(
-            f"{destination} holds more than an export ({', '.join(found[:5])}), and all of it would be removed in its place. Name a folder for "
-            "this export alone."
+            f"{destination} holds more than an export ({', '.join(found[:5])}), and all of it would be removed in its "
+            "place. Name a folder for this export alone."
         )
 
 
@@ -278,7 +280,8 @@ def staging(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RuntimeError(
-                f"Another process is writing {destination} (in {partial}). Wait for it or end it, or choose another folder."
+                f"Another process is writing {destination} (in {partial}). Wait for it or end it, or choose another "
+                "folder."
             ) from error
         record = json.dumps(_as_json(run))
         if not resumable or (partial / _RECORD_NAME).read_text() != record:
@@ -312,7 +315,7 @@ def _replace(new: Path, destination: Path) -> None:
     seal.discard(old) if old.is_dir() else old.unlink(missing_ok=True)
 
 
-# --- a model with code of its own -------------------------------------------------------------------------------------------------
+# --- a model with code of its own -------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -344,8 +347,8 @@ def warn_of_code(entries: dict[str, Any], folder: str | os.PathLike) -> None:
     ]
     if files := sorted({f"{part.split('.')[0]}.py" for part in parts if "--" not in part}):
         logger.warning(
-            "The code of this model (%s) is not exported, so %s cannot be loaded alone. Name the repository that has it in auto_map of the "
-            "configuration (%s), or copy the files.",
+            "The code of this model (%s) is not exported, so %s cannot be loaded alone. Name the repository that has "
+            "it in auto_map of the configuration (%s), or copy the files.",
             ", ".join(files),
             folder,
             naming_repository(entries, "user/name"),
