@@ -1,5 +1,4 @@
-"""Loading a model from a folder that was sealed (used as it was sealed, or refused), an adapter that comes ready, and
-FSDP 2 of packed bytes.
+"""Loading sealed folders (as sealed, or refused), adapters that come ready, and FSDP 2 of packed bytes.
 
 Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of
 everything small (configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for
@@ -25,7 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint import seal
 from ..nvfp4 import config
@@ -64,9 +63,7 @@ _begun: dict[tuple, _Hashing] = {}
 
 
 def begin(model: str | os.PathLike) -> None:
-    """Compare the folder `model` with its manifest, its weights in the background. Without one only its index is looked
-    at, and nothing of a Hub id.
-    """
+    """Compare the folder `model` with its manifest, its weights in the background. A Hub id is not compared."""
     folder = Path(model)
     if folder.is_dir():
         weight_files(folder)
@@ -76,24 +73,17 @@ def begin(model: str | os.PathLike) -> None:
 
 
 def begin_loaded(model: nn.Module, **source: Any) -> None:
-    """As [`begin`], for a model that was just loaded, by whomever: its folder, or those of its files that are in the
-    Hub's cache, if a manifest was published with them. `source`: `revision` and `cache_dir`, for [`note_commit`], of
-    one that was loaded by its name.
-    """
-    config = getattr(model, "config", None)
-    if config is not None:
-        note_commit(config, **source)
-    if config is None or not reads_for_its_machine():
-        return
-    if (manifest := beside(config, seal.MANIFEST_NAME)) is None:
+    """As [`begin`], for a model that was just loaded. `source`: `revision` and `cache_dir` it was loaded with."""
+    config = cast(PretrainedConfig, model.config)
+    note_commit(config, **source)
+    if not reads_for_its_machine() or (manifest := beside(config, seal.MANIFEST_NAME)) is None:
         return
     folder, here = manifest.parent, os.path.isdir(config.name_or_path or "")
     _compare(folder, partial=not here or hub_commit(folder) is not None, closed=here)
 
 
 def _compare(folder: Path, partial: bool, closed: bool) -> None:
-    """Compare what is small in a sealed folder at once, and begin to hash the rest; nothing where that was begun
-    before.
+    """Compare the small files of a sealed folder now, and begin to hash the rest, once.
 
     Args:
         partial: some of its files may be missing.
@@ -116,19 +106,16 @@ def _key(folder: Path) -> tuple:
 
 
 def finish(model: nn.Module | None = None, **source: Any) -> None:
-    """Wait for what [`begin`] began, and look at every value of `model`, of which `source` says what it says to
-    [`begin_loaded`].
-    """
-    name = type(model).__name__
+    """Wait for the hashing that [`begin`] began, and check every value of `model`; `source` as in [`begin_loaded`]."""
     if model is not None:
         begin_loaded(model, **source)
-        name = getattr(getattr(model, "config", None), "name_or_path", "") or name
     for key, hashing in list(_begun.items()):
         hashing.join()
         if hashing.problems:
             del _begun[key]
             raise ValueError(_message(hashing.folder, hashing.problems))
     if model is not None:
+        name = cast(PretrainedConfig, model.config).name_or_path or type(model).__name__
         check_finite_module(model, lambda _: name)
 
 
@@ -167,9 +154,7 @@ def from_pretrained(model_id: str | os.PathLike, *args: Any, **kwargs: Any) -> P
 
 
 def given_model(model: Any) -> Any:
-    """A trainer's `model`, the path of a folder expanded, and a `PeftModel` where transformers loaded or added the
-    adapter.
-    """
+    """A trainer's `model`: a path expanded, a `PeftModel` where transformers loaded or added the adapter."""
     if not isinstance(model, str):
         own = isinstance(model, PeftModel) or not getattr(model, "_hf_peft_config_loaded", False)
         return model if own else _as_peft_model(model)
@@ -241,9 +226,7 @@ class BytesWithoutGradient(TorchFunctionMode):
 
 @contextmanager
 def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
-    """In the block `from_pretrained` reads weights in every process, also with `fsdp_cpu_ram_efficient_loading`. With
-    that, all but the first of a machine get zeros, which accelerate replaces in the policy when it shards it, and in no
-    other model."""
+    """Let every process read weights, also with `fsdp_cpu_ram_efficient_loading` (zeros on all but rank 0)."""
     name, before = "FSDP_CPU_RAM_EFFICIENT_LOADING", os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
     if not wanted or before is None:
         yield
@@ -258,7 +241,7 @@ def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
 def save_whole_tensors(accelerator: Accelerator) -> None:
     """Under FSDP, checkpoints whose adapter others can read, whatever accelerate's configuration says."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or (now := getattr(plugin.state_dict_type, "name", plugin.state_dict_type)) == FULL:
+    if plugin is None or (now := plugin.state_dict_type.name) == FULL:
         return
     logger.warning(
         "fsdp_state_dict_type is %s, with which checkpoints and output_dir would have no adapter_model.safetensors. "

@@ -44,8 +44,7 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class NVFP4LoraLinear(LoraLinear):
-    """`lora.Linear` whose base layer is packed. Merging swaps in a dense base layer, unmerging brings the packed one
-    back.
+    """`lora.Linear` on a packed layer. Merging swaps in a dense base layer, unmerging brings the packed one back.
 
     The merged weight is `dequantize(W) + scaling * B @ A` (DoRA: its own formula), computed in float32 and rounded once
     to the base's compute dtype: the policy that was trained, up to that rounding. It costs the memory of a dense layer.
@@ -80,14 +79,12 @@ class NVFP4LoraLinear(LoraLinear):
 
 
 def default_lora_config() -> LoraConfig:
-    """The adapter used when the user passes none: rank 32 as in the paper, alpha = 2 r, on every linear layer of the
-    decoder."""
+    """The default adapter: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def settle_model_config(model_config: Any, said: Collection[str], base_format: str) -> None:
-    """Of TRL's `ModelConfig`, what nobody said, at this package's defaults: bf16, and an adapter wherever something of
-    one was said. TRL's own are float32, and `lora_*` without a word where `use_peft` is not said.
+    """Defaults for the fields of TRL's `ModelConfig` that nobody set: bf16, and an adapter if any `lora_*` is set.
 
     Args:
         said: names that a recipe or a command line gives.
@@ -137,8 +134,7 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
 
 
 def check_is_lora(config: PeftConfig) -> LoraConfig:
-    """Return `config`; raise `ValueError` for a PEFT method other than LoRA, a rank or alpha that trains nothing, and
-    an adapter on the head."""
+    """Return `config`; refuse methods other than LoRA, a rank or alpha that trains nothing, an adapter on the head."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear "
@@ -163,15 +159,13 @@ def check_is_lora(config: PeftConfig) -> LoraConfig:
     if any(target.split(".")[-1] == "lm_head" for target in targets):
         raise ValueError(
             f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so "
-            "an "
-            'adapter there would never be trained. Remove it, or use target_modules="all-linear", which leaves it out.'
+            'an adapter there would never be trained. Remove it, or use target_modules="all-linear", without it.'
         )
     return config
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Whether an adapter changes the weights that it lies on: it starts from a part of them (PiSSA), or trains their
-    biases."""
+    """Whether an adapter changes the weights below it: it starts from a part of them (PiSSA), or trains biases."""
     configs = getattr(model, "peft_config", {}).values()
     return any(config.bias != "none" or config.init_lora_weights not in _PLAIN_INITS for config in configs)
 
@@ -239,8 +233,7 @@ def load_adapter(
 
 
 def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
-    """Where an adapter's files are: its folder, or that of the Hub's cache with those that were asked for; `None` where
-    the Hub has no manifest of it."""
+    """Folder of an adapter's files, here or in the Hub's cache; `None` if the Hub has no manifest of it."""
     if os.path.isdir(adapter):
         return Path(adapter, hub.get("subfolder") or "")
     try:
@@ -253,9 +246,7 @@ def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
 
 
 def require_whole(folder: str | os.PathLike, model: PeftModel, adapter_name: str) -> None:
-    """Refuse a folder whose adapter is only part of what it would be loaded into, which PEFT would take without a word,
-    or not finite. Nothing is said of one without the file (a sharded state, another format).
-    """
+    """Refuse a folder with only part of the adapter's tensors, which PEFT would take silently, or not finite ones."""
     if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
         return
     require_finite(file)
@@ -332,8 +323,7 @@ def check_adapter(model: nn.Module) -> None:
 
 
 def _check_embeddings(model: nn.Module) -> None:
-    """Refuse an adapter on embeddings that are the output head's weight as well. (On the head itself TRL refuses
-    one.)"""
+    """Refuse an adapter on embeddings that are tied to the output head."""
     if not isinstance(model, PeftModel):
         return
     base: Any = model.get_base_model()
@@ -360,12 +350,11 @@ def warn_of_low_precision(model: nn.Module) -> None:
 
 
 def warn_of_dropout(model: nn.Module) -> None:
-    """Say by name what of the model drops activations in the update and not in the rollout: the ratio of the two
-    policies is then never 1.
+    """Warn of dropout in the model: the update uses it and the rollout does not, so their ratio is never 1.
 
     An adapter's own dropout (`lora_dropout`, 0.05 in TRL's scripts) is small beside it and chosen by the user.
     """
-    config = model.config.get_text_config()  # type: ignore[operator,union-attr]  # a model of transformers, or of PEFT around one
+    config = model.config.get_text_config()  # type: ignore[operator,union-attr]
     rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
     for module in model.modules():  # attention computes its own, with a number that it keeps
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
@@ -381,8 +370,7 @@ def warn_of_dropout(model: nn.Module) -> None:
 
 @torch.no_grad()
 def prepare_trainable(model: nn.Module) -> list[str]:
-    """Keep trainable norms (`modules_to_save`) in float32, with outputs in the dtype of their inputs, and rows of
-    `trainable_token_indices`.
+    """Keep trainable norms and `trainable_token_indices` in float32; a norm's output keeps its input's dtype.
 
     PEFT copies them in the base's bf16, where no small step ever lands. A float32 weight makes the norm's output
     float32, and generation runs outside autocast, so a forward hook casts back.

@@ -1,5 +1,4 @@
-"""What is known about architectures beyond their module classes: one table of data, read by trainer, engine and
-exporter.
+"""Architectures beyond their module classes: one table of data, read by trainer, engine and exporter.
 
 `DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3): transformers names the
 projections alike. An architecture that differs has a row of its own in `ROWS`.
@@ -82,7 +81,8 @@ _DELTA_NET = dataclasses.replace(DECODER, dense=("in_proj_a", "in_proj_b", "in_p
 _MAMBA = dataclasses.replace(DECODER, unadapted=("mamba.out_proj", "mixer.out_proj"))
 _SHORT_CONVOLUTIONS = dataclasses.replace(
     DECODER,
-    outside_vllm="vLLM builds the projections of its short convolutions as plain dense layers, which hold neither packed weights nor an adapter",
+    outside_vllm="vLLM builds the projections of its short convolutions as plain dense layers, which hold neither packed "
+    "weights nor an adapter",
 )
 _GEMMA_NANO = dataclasses.replace(
     DECODER,
@@ -131,7 +131,7 @@ def dense_by_default(model_type: str | None) -> tuple[str, ...]:
 def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
     """Names of modules that "all linear layers" leaves out, of those that a model with this configuration can have."""
     text = config.get_text_config(decoder=True)
-    row = architecture_of(getattr(text, "model_type", None))
+    row = architecture_of(text.model_type)
     towers = TOWERS if text is not config else ()
     routers = ROUTERS if has_experts(config) else ()
     return (*towers, *routers, *row.dense, *row.unadapted)

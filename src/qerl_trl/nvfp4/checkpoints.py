@@ -86,10 +86,10 @@ LAYOUTS = {
 def name_matches(name: str, entry: str) -> bool:
     """Whether a module name is meant by an entry of `modules_to_not_convert` (or of a checkpoint's ignore list).
 
-    "lm_head", "down_proj", "model.layers.1"   whole dotted components, anywhere: the last hits model.layers.1.mlp.up_proj and
-                                               not model.layers.11.mlp.up_proj
+    "lm_head", "down_proj", "model.layers.1"   whole dotted components, anywhere: the last hits model.layers.1.mlp and
+                                               not model.layers.11.mlp
     "*.mlp.down_proj", "model.layers.[0-3].*"  shell pattern, over the whole name
-    "re:.*layers\\.(0|1)\\..*"                   regular expression, matched from the start (compressed-tensors' notation)
+    "re:.*layers\\.(0|1)\\..*"                   regular expression, matched from the start, as in compressed-tensors
     """
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
@@ -103,8 +103,7 @@ def matches_any(name: str, entries: Iterable[str]) -> bool:
 
 
 def pattern_of(names: Iterable[str]) -> str:
-    """One regular expression for the whole name of every module that the plain `names` mean, in `name_matches`'
-    sense."""
+    """One regular expression for the whole name of every module that `names` mean, as in `name_matches`."""
     return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, names))})(?:\..*)?"
 
 
@@ -195,7 +194,7 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
     chosen = selection.without([*kept, *(model._keep_in_fp32_modules or ())])
     if selection.layout is None:
         text = model.config.get_text_config(decoder=True)
-        chosen = chosen.without(dense_by_default(getattr(text, "model_type", None)))
+        chosen = chosen.without(dense_by_default(text.model_type))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     plain = {name: module for name, module in linears.items() if type(module) is nn.Linear}
     quantized = {name: module for name, module in plain.items() if chosen.is_quantized(name, module.in_features)}
@@ -230,7 +229,8 @@ def _refuse_experts(model: nn.Module, selection: Selection) -> None:
     experts = [name for name in expert_tensors(model) if not matches_any(name, selection.ignore)]
     if not experts:
         return
-    what = f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights and "
+    what = f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights "
+    what += "and "
     if selection.layout is None:
         raise ValueError(
             f"{what}cannot be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. "
@@ -341,8 +341,7 @@ _MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
 
 
 def _parse_modelopt_mixed(inner: Mapping[str, Any], ignore: tuple[str, ...], where: str) -> Selection:
-    """ModelOpt's AutoQuantize: `quantized_layers` names each layer with its algorithm; what it does not name is
-    dense."""
+    """ModelOpt's AutoQuantize: `quantized_layers` has each layer's algorithm; other layers are dense."""
     layers = _mapping(inner.get("quantized_layers"), f"{where}: quantized_layers")
     names: dict[str, list[str]] = {"NVFP4": [], "FP8": []}
     for name, layer in layers.items():
@@ -383,8 +382,7 @@ def _mapping(value: Any, what: str) -> Mapping[str, Any]:
 
 
 def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json for what we save: compressed-tensors NVFP4A16 on every Linear but
-    `ignore`."""
+    """The `quantization_config` that we save: compressed-tensors NVFP4A16 on every Linear but `ignore`."""
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -418,8 +416,7 @@ def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
 
 
 def packed_specs(name: str, rows: int, columns: int) -> tuple[TensorSpec, ...]:
-    """The three tensors we write for a packed matrix (N, K) as compressed-tensors names them; `name` ends in
-    ".weight"."""
+    """The tensors of a packed matrix (N, K), named as in compressed-tensors; `name` ends in ".weight"."""
     return (
         TensorSpec(f"{name}_packed", torch.uint8, (rows, columns // 2)),
         TensorSpec(f"{name}_scale", torch.float8_e4m3fn, (rows, columns // BLOCK_SIZE)),

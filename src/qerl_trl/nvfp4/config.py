@@ -55,9 +55,8 @@ class NVFP4Config(QuantizationConfigMixin):
 
     Args:
         scale_rule: "rtn" (plain rounding, the QeRL paper), "four_over_six" or "neighbor_sweep" (see `qerl_trl.nvfp4`).
-        modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings, which
-            always stay:
-            whole dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular
+        modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings: whole
+            dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular
             expressions ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
         compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
         source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
@@ -91,7 +90,7 @@ class NVFP4Config(QuantizationConfigMixin):
         name = str(compute_dtype).removeprefix("torch.")
         if name not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"compute_dtype={compute_dtype!r} must be 'bfloat16', 'float16' or 'float32'.")
-        self.quant_method = checkpoints.METHOD  # type: ignore[assignment]  # a registered name; transformers declares its own enum
+        self.quant_method = checkpoints.METHOD  # type: ignore[assignment]  # transformers declares its own enum
         self.scale_rule = scale_rule
         self.modules_to_not_convert = list(skipped)
         self.compute_dtype = name
@@ -116,9 +115,7 @@ class NVFP4Config(QuantizationConfigMixin):
         return self._dense_linears
 
     def linears_to_quantize(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
-        """The linear layers of `model` that become (or are) NVFP4, by name; those that do not are noted for
-        config.json.
-        """
+        """The linear layers of `model` that become (or are) NVFP4, by name; the others are noted for config.json."""
         if self.source_format is None:
             self._warn_unmatched(model)
         quantized, dense = checkpoints.linears_to_quantize(model, self.selection)
@@ -153,8 +150,7 @@ class NVFP4Config(QuantizationConfigMixin):
     def from_checkpoint(
         cls, quantization_config: dict[str, Any], where: str, modules_to_not_convert: Iterable[str] = (), **options: Any
     ) -> "NVFP4Config":
-        """Translate the `quantization_config` of a compressed-tensors or ModelOpt checkpoint; `where` names it in
-        errors."""
+        """Translate a compressed-tensors or ModelOpt `quantization_config`; `where` names it in errors."""
         selection = checkpoints.parse_quantization_config(quantization_config, where).without(modules_to_not_convert)
         return cls(
             modules_to_not_convert=list(selection.ignore),
@@ -165,7 +161,8 @@ class NVFP4Config(QuantizationConfigMixin):
         )
 
     def __repr__(self) -> str:
-        return f"NVFP4Config({', '.join(f'{name}={value!r}' for name, value in self.options().items() if name != 'quant_method')})"
+        options = (f"{name}={value!r}" for name, value in self.options().items() if name != "quant_method")
+        return f"NVFP4Config({', '.join(options)})"
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -202,6 +199,11 @@ def load_config(
     return config
 
 
+def quantization_of(config: PretrainedConfig) -> Any:
+    """The `quantization_config` of a model's configuration, `None` where it has none."""
+    return getattr(config, "quantization_config", None)
+
+
 def stored_quantization(
     model_id: str | os.PathLike, config: PretrainedConfig | None = None, **kwargs: Any
 ) -> tuple[dict[str, Any] | None, str]:
@@ -214,7 +216,7 @@ def stored_quantization(
     if config is None:
         with named_in_errors(model_id):
             config = AutoConfig.from_pretrained(model_id, **kwargs)
-    stored = getattr(config, "quantization_config", None)
+    stored = quantization_of(config)
     if stored is None:
         return _modelopt_sidecar(model_id, **kwargs), f"{model_id}: hf_quant_config.json"
     return stored if isinstance(stored, dict) else stored.to_dict(), f"{model_id}: config.json: quantization_config"
@@ -223,8 +225,7 @@ def stored_quantization(
 def pretrained_kwargs(
     model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """The arguments that make `AutoModelForCausalLM.from_pretrained(model_id, ...)` give an NVFP4 model, whatever
-    `model_id` holds.
+    """Arguments for `AutoModelForCausalLM.from_pretrained(model_id, ...)` that give an NVFP4 model.
 
     `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for
     `load_config`.
@@ -235,14 +236,13 @@ def pretrained_kwargs(
     if os.path.isdir(model_id):
         headers.read_folder(Path(model_id, kwargs.get("subfolder") or ""))
     config = load_config(model_id, quantization_config, **kwargs)
-    if getattr(config, "quantization_config", None) is None:
+    if quantization_of(config) is None:
         return {"quantization_config": quantization_config or NVFP4Config()}
     return {"config": config}
 
 
 def auto_class_of(config: PretrainedConfig, architecture: str | None = None) -> Any:
-    """What a checkpoint is loaded by so that it is the model which TRL trains: the class that its configuration names,
-    with the tower that it may have.
+    """The auto class that loads a checkpoint as TRL does: as its configuration names it, with a vision tower if any.
 
     Args:
         architecture: name of the class; by default the configuration's first.

@@ -1,5 +1,4 @@
-"""NVFP4: four bits a weight, taught and implemented in plain PyTorch. The reference that every kernel is tested
-against.
+"""NVFP4: four bits a weight, explained and implemented in plain PyTorch. The reference for every kernel.
 
 **The element.** A 4-bit float `E2M1`: one sign bit, two exponent bits, one mantissa bit. It can say eight magnitudes:
 
@@ -23,7 +22,7 @@ stores the reciprocal and multiplies; `qerl_trl.nvfp4.checkpoints` converts. 4 b
 of a matrix is the matrix of these rows):
 
     packed        uint8   (N, K/2)     byte j of a row = code[2j] | code[2j+1] << 4
-    block_scale   uint8   (N, K/16)    the E4M3 bit patterns (uint8, because nothing casts or averages a uint8 by accident)
+    block_scale   uint8   (N, K/16)    the E4M3 bit patterns (uint8: nothing casts or averages it by accident)
     global_scale  float32 (1,)
 
 **A worked example.** A block whose largest magnitude is 0.3, in a tensor whose largest is 1.2. Ideal global scale: the
@@ -42,7 +41,7 @@ never go below 2^-6, the smallest *normal* E4M3 number: the Marlin kernels flush
     "rtn"             s = amax / 6, rounded to nearest. Plain rounding, what the QeRL paper does.
     "four_over_six"   also tries s = amax / 4 and keeps the better one: the codes' grid is denser below 4 than above
                       (https://arxiv.org/abs/2512.02010). 8 to 16 % less squared error than rtn.
-    "neighbor_sweep"  also tries the 8 E4M3 neighbours on each side. 15 to 27 % less squared error than rtn, 20 times slower.
+    "neighbor_sweep"  also tries the 8 E4M3 neighbours on each side. 15 to 27 % less error than rtn, 20 times slower.
 
 Less squared error is not more accuracy: that needs an evaluation. Hence rtn stays the reference point.
 
@@ -87,8 +86,7 @@ class NVFP4Tensor(NamedTuple):
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 codes of `x` (any shape, float; no NaN): uint8, one code a byte. Ties go to the even code, |x| > 6
-    saturates.
+    """Nearest E2M1 codes (uint8) of `x` (float, no NaN). Ties go to the even code, |x| > 6 saturates.
 
     The code is the number of grid steps plus two for each exponent: 1.5 is 3 steps in [1, 2), code 3; 3 is 3 steps in
     [2, 4), code 5.
@@ -102,8 +100,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid_exponent(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float32 bits of 2^e (int32), and the number that rounds to the grid when it is added; magnitude float32 in
-    [0, 6].
+    """The float32 bits of 2^e (int32), and the addend that rounds to the grid; magnitude float32 in [0, 6].
 
     Within [2^e, 2^(e+1)) the grid step is 2^(e-1), so adding 2^(e+22), a float32 whose last bit is worth exactly that
     step, leaves magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the step is
@@ -180,8 +177,7 @@ def decode_scale(block_scale: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
-    """Quantize a matrix (N, K), K a multiple of 16, any float dtype and device. Deterministic, the same bytes on every
-    device.
+    """Quantize a matrix (N, K), K a multiple of 16. Deterministic, the same bytes on every device.
 
     Args:
         weight_NK: the matrix. Not modified.

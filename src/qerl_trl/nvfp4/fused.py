@@ -1,5 +1,4 @@
-"""q/k/v and gate/up layers that share one storage and one global scale, so that vLLM's fused layer can be that very
-storage.
+"""q/k/v and gate/up layers with one storage and one global scale, so that vLLM's fused layer can be that storage.
 
 vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is
 row-major and not swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers
@@ -16,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from .architectures import DECODER
-from .config import NVFP4Config, load_config
+from .config import NVFP4Config, load_config, quantization_of
 from .format import BLOCK_SIZE, decode_scale, quantize, rescale
 from .linear import NVFP4Linear, kernels_for
 
@@ -24,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4Linear]]]]:
-    """(parent's name, [(child's name, layer), ...]) for each complete group of the architecture with one input width
-    and device.
+    """(parent, [(child's name, layer), ...]) of each complete group with one input width and device.
 
     Sees through adapters: a PEFT layer counts as the NVFP4 layer in its `base_layer`.
     """
@@ -46,8 +44,7 @@ CACHED_BYTES = 2**29
 
 @torch.no_grad()
 def fuse_storage(model: nn.Module) -> int:
-    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Can be called
-    again.
+    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Idempotent.
 
     Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in the group's order. The
     shared global scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two
@@ -74,8 +71,7 @@ def fuse_storage(model: nn.Module) -> int:
 
 @torch.no_grad()
 def one_storage(layers: list[NVFP4Linear]) -> None:
-    """Make the layers' packed weights and block scales row slices of one tensor each, in this order. Their global
-    scales stay."""
+    """Make the packed weights and block scales row slices of one tensor each. Global scales stay."""
     rows = sum(layer.out_features for layer in layers)
     for attribute in ("weight_packed", "weight_scale"):
         parts = [getattr(layer, attribute) for layer in layers]
@@ -135,8 +131,7 @@ def _is_power_of_two(value: float) -> bool:
 
 
 class Matrix(NamedTuple):
-    """Packed layers that the engine multiplies as one: q/k/v, gate/up, or one alone. Rows of each, columns, and how
-    many such the model has."""
+    """Packed layers that the engine multiplies as one, and the number of such matrices in the model."""
 
     layers: tuple[str, ...]
     rows: tuple[int, ...]
@@ -176,11 +171,9 @@ def matrices_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[Matrix]:
-    """The matrices that a folder or Hub id has once it is loaded in NVFP4, from its configuration alone; `kwargs` as
-    for `load_config`.
-    """
+    """The matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
     config = load_config(model_id, **kwargs)
-    stored = getattr(config, "quantization_config", None)
+    stored = quantization_of(config)
     quantization = NVFP4Config() if stored is None else NVFP4Config.from_dict(stored)
     if stored is not None:
         del config.quantization_config
@@ -199,8 +192,7 @@ def selected_for_matrices(
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> list[str]:
-    """One line per matrix {name: (rows, columns[, layers in it])}: which kernel up to how many tokens, and why. []
-    where no kernels run."""
+    """One line per matrix {name: (rows, columns[, layers])}: which kernel up to how many tokens, and why."""
     kernels = kernels_for(torch.device(device))
     if kernels is None:
         return []

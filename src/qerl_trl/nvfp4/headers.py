@@ -56,8 +56,7 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * torch_dtype(self).itemsize
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """The tensor in slices of about `size` bytes along its first dimension, on the CPU. They are mapped from the
-        file."""
+        """The tensor in slices of about `size` bytes along its first dimension, mapped from the file."""
         with safe_open(self.file, framework="pt") as stored:
             if not self.nbytes or not self.shape:
                 yield stored.get_tensor(self.name)
@@ -188,8 +187,7 @@ def packed_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[st
 def _check_parts(
     name: str, parts: Mapping[str, TensorInfo], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[str]:
-    """What is wrong with the tensors of one quantized layer. `wanted`: dtype and shape by last name component; `()` is
-    one number."""
+    """Problems of one quantized layer. `wanted`: dtype and shape by last name component; `()` is one number."""
     problems = []
     file = next((info.file for info in parts.values()), "checkpoint")
     there = ", ".join(f"{info.name!r} as {info.dtype}" for info in parts.values()) or "nothing of this layer"
@@ -243,8 +241,7 @@ def require_finite(file: Path) -> None:
 
 
 def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | None = None) -> None:
-    """Refuse a model with a floating parameter that is not finite throughout. `where`: a tensor's name -> what holds
-    it.
+    """Refuse a model with a parameter that is not finite. `where`: a tensor's name -> its file.
 
     What this process does not have whole (sharded, offloaded) is left out.
     """
@@ -278,10 +275,7 @@ def _raise(problems: list[str]) -> None:
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
-    """
-    Raises:
-        `ValueError`: torch has none.
-    """
+    """torch's dtype of a tensor; `ValueError` where torch has none."""
     if info.dtype not in DTYPES:
         raise ValueError(
             f"{info.file}: tensor {info.name!r} is {info.dtype}, which qerl_trl cannot read. Convert the checkpoint "
@@ -319,8 +313,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
-    """Refuse files that are not in `folder`, symbolic links followed: an index or a link could name any file of the
-    user."""
+    """Refuse files outside of `folder`, symbolic links followed."""
     for file in files:
         if (place := leads_to(file, folder)) is not None:
             raise ValueError(

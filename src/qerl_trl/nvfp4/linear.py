@@ -86,8 +86,7 @@ def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> Modu
 
 
 def runs_a_kernel(device: torch.device, dtype: torch.dtype, tokens: int, implementation: str = "auto") -> bool:
-    """Whether a product of so many tokens is computed from the packed bytes by a kernel. Else the weight is decoded and
-    cuBLAS called."""
+    """Whether a kernel computes a product of so many tokens from the packed bytes; else cuBLAS does."""
     kernels = _pick(device, dtype, implementation)
     few = implementation == "kernel" or (implementation == "auto" and tokens <= _MOST_TOKENS)
     return kernels is not None and few
@@ -100,8 +99,7 @@ def decode_into(
     global_scale: torch.Tensor,
     implementation: str = "auto",
 ) -> None:
-    """Write the dense weight (N, K) into `out`, whose rows may lie apart, in its dtype: the same bits by every
-    implementation."""
+    """Write the dense weight (N, K) into `out` (any row stride), in its dtype. All implementations agree bitwise."""
     kernels = _pick(out.device, out.dtype, implementation)
     if kernels is None:
         out.copy_(dequantize(packed, block_scale, global_scale, out.dtype))
@@ -280,8 +278,7 @@ class NVFP4Linear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None
     ) -> "NVFP4Linear":
-        """Quantize a dense layer. The bias is shared with it, not copied. `compute_dtype` is the dense weight's
-        dtype."""
+        """Quantize a dense layer. The bias is shared, not copied. `compute_dtype` is the dense weight's dtype."""
         weight = linear.weight.detach()
         return cls.from_nvfp4(quantize(weight, scale_rule, global_scale), linear.bias, weight.dtype)
 
@@ -289,8 +286,7 @@ class NVFP4Linear(nn.Linear):
     def from_nvfp4(
         cls, tensor: NVFP4Tensor, bias: torch.Tensor | None = None, compute_dtype: torch.dtype = torch.bfloat16
     ) -> "NVFP4Linear":
-        """Wrap a quantized matrix, without a copy. The block scales may be uint8 or float8_e4m3fn, the global scale one
-        float32."""
+        """Wrap a quantized matrix, without a copy. Block scales: uint8 or float8_e4m3fn; global scale: one float32."""
         packed, block_scale, global_scale = tensor
         out_features, in_features = packed.shape[0], packed.shape[1] * 2
         if block_scale.shape != (out_features, in_features // BLOCK_SIZE) or global_scale.numel() != 1:
@@ -345,8 +341,7 @@ class NVFP4Linear(nn.Linear):
         return dequantize(*self.nvfp4, dtype or self.compute_dtype)
 
     def to_dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A frozen `nn.Linear` with the decoded weight and a copy of the bias, in `compute_dtype` unless told
-        otherwise."""
+        """A frozen `nn.Linear` with the decoded weight and a copy of the bias, by default in `compute_dtype`."""
         dtype = dtype or self.compute_dtype
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         dense.weight = _frozen(self.dequantize(dtype))
@@ -378,7 +373,7 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4"
 
-    # --- storage shared between layers: a deepcopy or a move of the model copies the fused storage once, and slices it again
+    # --- storage shared between layers: a deepcopy or a move copies the fused storage once, and slices it again
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NVFP4Linear":
         for parameter in (self.weight_packed, self.weight_scale):
@@ -415,7 +410,7 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
     if packed is not None:
         return packed.compute_dtype
-    return model.get_input_embeddings().weight.dtype  # type: ignore[operator]  # every model of transformers and PEFT has it
+    return model.get_input_embeddings().weight.dtype  # type: ignore[operator]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""The transformers quantizer behind `NVFP4Config` (config.py): what transformers calls while it loads and saves a
-model.
+"""The transformers quantizer behind `NVFP4Config`: hooks that transformers calls while it loads and saves a model.
 
 A dense checkpoint is quantized one tensor at a time, as each arrives on its device. Only hooks with one and the same
 signature from transformers 5.10.4 to 5.23 are overridden.
@@ -34,8 +33,7 @@ _BYTES_PER_WEIGHT = 0.5625
 
 
 class _PackedPlaceholder(nn.Module):
-    """Stands in for a linear while a quantized checkpoint is loaded: its parameters have the checkpoint's names and
-    dtypes."""
+    """Stands in for a linear while a quantized checkpoint is loaded, with the checkpoint's names and dtypes."""
 
     def __init__(self, linear: nn.Linear, parts: dict[str, headers.TensorInfo]):
         super().__init__()
@@ -90,8 +88,7 @@ def left_to_the_first() -> bool:
 
 
 class _QuantizeLinear(ConversionOps):
-    """A dense checkpoint tensor arrives on its device: quantize it and put an `NVFP4Linear` in the place of its
-    `nn.Linear`."""
+    """Quantizes a dense tensor on arrival and replaces its `nn.Linear` by an `NVFP4Linear`."""
 
     def __init__(self, quantizer: "NVFP4HfQuantizer"):
         self.quantizer = quantizer
@@ -202,8 +199,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         return model
 
     def _put_stand_ins(self, model: PreTrainedModel, packed: Mapping[str, dict[str, headers.TensorInfo]]) -> None:
-        """What the checkpoint's tensors are loaded into, where that is no `nn.Linear`; `packed`: tensors of the layers
-        that are NVFP4 in it."""
+        """Put placeholders where the checkpoint's tensors fit no `nn.Linear`; `packed`: tensors of NVFP4 layers."""
         for name, module in self._converted.items():
             if self._unread:
                 _replace(model, name, _Unread(module))
@@ -238,8 +234,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         return model
 
     def _refuse_missing(self, model: PreTrainedModel) -> None:
-        """transformers fills parameters that the checkpoint lacks with random numbers and logs it; for a trained model
-        that is damage."""
+        """Refuse parameters that the checkpoint lacks: transformers fills them with random numbers."""
         dense = self.quantization_config.dense_linears or []
         new_heads = [] if model.get_output_embeddings() is not None else dense
         missing = [
@@ -300,8 +295,7 @@ class NVFP4HfQuantizer(HfQuantizer):
 
 
 def _in_memory(model: PreTrainedModel, tensors: dict[str, headers.TensorInfo]) -> dict[str, headers.TensorInfo]:
-    """`tensors` by the names that they get when they are loaded: of linear layers, which a checkpoint may call
-    otherwise (Gemma 3's does)."""
+    """`tensors` by their names once loaded; a checkpoint may name linear layers otherwise (Gemma 3's does)."""
     renamed: dict[str, str] = {}
     there = {name.rpartition(".")[0] for name in tensors}
     for name, module in model.named_modules():

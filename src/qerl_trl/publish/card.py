@@ -207,8 +207,7 @@ def render(facts: Facts) -> str:
 
 
 def _slot(lora: "LoraSettings | None") -> int | None:
-    """The rank that vLLM is started with for an adapter; `None` where it serves none such, or nobody knows what it
-    is."""
+    """Rank that vLLM is started with for an adapter; `None` if it cannot serve it, or the adapter is unknown."""
     options = (lora or {}).get("options", {})
     if lora is None or options.get("use_dora") or options.get("modules_to_save"):
         return None
@@ -242,8 +241,7 @@ def _measured(task: str | None, dataset: str, split: str | None, accuracy: float
 
 
 class _Facts(dict):
-    """A dictionary whose missing keys are None, so that templates can ask for any fact (and misspelt variables still
-    fail)."""
+    """A dictionary with None for missing keys, so templates can ask for any fact and misspelt variables still fail."""
 
     def __missing__(self, key: str) -> None:
         return None

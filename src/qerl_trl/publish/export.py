@@ -3,7 +3,7 @@
     save_adapter        LoRA as plain PEFT (adapter_model.safetensors, adapter_config.json), tokenizer beside it
     save_merged         dense model in bf16: the policy that was trained, up to one rounding of each weight
     save_base           the frozen NVFP4 base as it is, in compressed-tensors' layout
-    save_merged_nvfp4   the merge rounded to 4 bits again: it says how much of the change survived, and refuses when next to nothing did
+    save_merged_nvfp4   the merge rounded to 4 bits again: refused where next to nothing of the change survives
 
 What is exported is a live trainer (rank 0 writes, the others wait) or a policy that [`load.load_policy`] built from a
 checkpoint or adapter folder. The model itself is not touched. Of a model sharded by FSDP 2 the adapter is gathered; the
@@ -92,8 +92,7 @@ def save_adapter(
     overwrite: bool = False,
     card: WriteCard | None = None,
 ) -> Export:
-    """The adapter as plain PEFT, with the tokenizer; `base_model` is named in adapter_config.json. Returns the record
-    in the manifest."""
+    """The adapter as plain PEFT, with the tokenizer, on a base named `base_model`. Returns the manifest's record."""
 
     def write(policy: TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
@@ -153,8 +152,7 @@ def save_merged(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """The dense model: base and adapter merged in float32, each weight rounded once to `dtype`. On an NVFP4 base, the
-    policy that was trained.
+    """The dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
 
     `measured`: its distance to the trained policy, for the record and the card. The returned record has `survived`, as
     in [`save_merged_nvfp4`].
@@ -223,8 +221,7 @@ def save_merged_nvfp4(
     progress: Callable[[int], None] | None = None,
     notify: Callable[[str], None] = print,
 ) -> Export:
-    """The merge rounded to NVFP4 again. `notify` is told how much of the change survived, which the returned record has
-    too.
+    """The merge rounded to NVFP4 again. `notify` hears how much of the change survived, as the record does.
 
     With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
     `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
@@ -292,8 +289,7 @@ def _on_rank_zero(
 
 @contextmanager
 def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
-    """A sharded policy in one process, on the CPU: its base loaded again and compared with the run's, and its
-    adapter."""
+    """A sharded policy in one process, on the CPU: its base loaded again and compared, and its adapter."""
     if not isinstance(policy.model, PeftModel):
         raise ValueError(
             "This model is sharded and has no adapter: no process has it whole. Call save_model(), and export that "
@@ -313,8 +309,7 @@ def _staged(
     tokenizer: PreTrainedTokenizerBase | None,
     card: WriteCard | None,
 ) -> Iterator[Path]:
-    """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it
-    `folder`."""
+    """An unfinished folder to fill; then come tokenizer, card and the seal that makes it `folder`."""
     with writer.staging(folder, export, overwrite) as partial:
         yield partial
         _save_tokenizer(partial, tokenizer)
@@ -376,7 +371,7 @@ def _save_config(
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> Export:
-    """The record of an export: what the run recorded, and where it did not, what is in the model as it is."""
+    """The record of an export: what the run recorded, else what the model has."""
     settings, model = policy.settings.copy(), policy.model
     adapter = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
     if kind != "nvfp4_base" and isinstance(adapter, LoraConfig) and "lora" not in settings:
@@ -410,8 +405,7 @@ def prompt_batches(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int = 64,
 ) -> list[torch.Tensor]:
-    """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there
-    is one."""
+    """Token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if there is one."""
     lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
     batches = []
     for line in itertools.islice(lines, limit):

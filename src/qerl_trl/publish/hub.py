@@ -1,5 +1,4 @@
-"""Uploads to the Hugging Face Hub: private unless said otherwise, announced first, all or nothing, and never with a
-token in any text.
+"""Uploads to the Hub: private by default, announced first, all or nothing, and never with a token in any text.
 
 [`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the
 single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`,
@@ -62,26 +61,24 @@ def _explained(repo_id: str) -> Iterator[None]:
 def _explanation(error: Exception, repo_id: str) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "huggingface_hub is in offline mode (HF_HUB_OFFLINE=1). Unset it to publish."
-    root = _root_of(error)
-    status = getattr(getattr(root, "response", None), "status_code", None)
+    root, status = _root_of(error)
     if status == 401:
         return "The Hub refused the token (401). Log in again with `hf auth login`, or set a valid HF_TOKEN."
     if status == 403:
         return f"The token may not write to {repo_id} (403). Use one with write access, and a namespace that is yours."
     if status is not None:
         return f"The Hub answered {status} for {repo_id}: {root}. Try the same command again later."
-    return f"The connection to the Hub failed ({type(root).__name__}: {root}). Run the same command again: files that arrived are not sent twice."
+    what = f"The connection to the Hub failed ({type(root).__name__}: {root})."
+    return f"{what} Run the same command again: files that arrived are not sent twice."
 
 
-def _root_of(error: BaseException) -> BaseException:
-    """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a
-    RuntimeError)."""
+def _root_of(error: BaseException) -> tuple[BaseException, int | None]:
+    """The first HTTP or connection error behind an exception (failed uploads raise a RuntimeError), and its status."""
     cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
-            return cause
+    while cause is not None and not isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
         cause = cause.__cause__
-    return error
+    root = error if cause is None else cause
+    return root, getattr(getattr(root, "response", None), "status_code", None)
 
 
 def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
@@ -90,8 +87,7 @@ def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
         try:
             return request()
         except _FAILED as error:
-            root = _root_of(error)
-            status = getattr(getattr(root, "response", None), "status_code", None)
+            root, status = _root_of(error)
             passing = root is not error or not isinstance(error, RuntimeError)
             passing = passing and (status is None or status >= 500 or status == 429)
             last = attempts - 1 if "Timeout" not in type(root).__name__ else 1
@@ -111,8 +107,7 @@ def prepare_repository(
     revision: str | None = None,
     notify: Callable[[str], None] = print,
 ) -> str:
-    """Announce, then create the repository and its branch, or check that the existing one has the visibility asked for.
-    Returns `user/name`.
+    """Announce, then create the repository and its branch, or check an existing one's visibility. Returns `user/name`.
 
     Raises:
         `HubError`: no token, a refused token, no network, or an existing public repository where a private one is
@@ -213,8 +208,7 @@ def push_model(
     message: str = "model, written by qerl-trl",
     **options: Any,
 ) -> str:
-    """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a
-    checkpoint."""
+    """As [`push_folder`], for a run of which every weight was trained: from the run's folder or a checkpoint."""
     folder = Path(folder)
     if wrong := seal.problems(folder):
         raise ValueError(f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint.")
@@ -330,9 +324,7 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
 
 
 def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
-    """Compare the base that an adapter names with the one it was trained on, by the manifest there. Returns what the
-    user should know.
-    """
+    """Compare the base that an adapter names with the run's, by the manifest there. Returns a note for the user."""
     revision, then, known = recorded_revision(settings, base_model), settings.get("base_sha256"), None
     wrong = ""
     try:
@@ -342,7 +334,8 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         if theirs.get("kind") in MERGED_KINDS:
             wrong = "holds a merged model: the adapter would be added to what has one in it already"
         elif then is not None and known not in (None, then):
-            wrong = f"holds a base with other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
+            other = f"other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
+            wrong = f"holds a base with {other}"
     except RepositoryNotFoundError:
         return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
     except _FAILED:
@@ -362,8 +355,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
 
 
 def _stored_packed(api: HfApi, base: str) -> bool | None:
-    """Whether a model on the Hub is stored in quantized layers, which PEFT cannot adapt as they are; `None` where
-    nobody can say."""
+    """Whether a model on the Hub is stored in quantized layers; `None` if unknown."""
     try:
         path = _retried(lambda: api.hf_hub_download(base, "config.json"), 2)
         return "quantization_config" in json.loads(Path(path).read_text())
@@ -377,8 +369,7 @@ def _stored_packed(api: HfApi, base: str) -> bool | None:
 def push_adapter(
     exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
 ) -> str | None:
-    """Save the adapter of a trainer or [`run.TrainedPolicy`] and upload it. `options` as for [`push_folder`]. None on
-    other ranks."""
+    """Save the adapter of a trainer or policy and upload it. `options` as for [`push_folder`]. None on other ranks."""
     return _export_and_push(export.save_adapter, exported, repo_id, facts, {"base_model": base_model, **options})
 
 
@@ -412,8 +403,7 @@ def _export_and_push(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a run is published, and as what. `base_model`: Hub id of the base of an adapter that was trained on a local
-    folder."""
+    """Where a run is published. `base_model`: Hub id of the base of an adapter trained on a local folder."""
 
     repo_id: str
     private: bool
@@ -442,8 +432,7 @@ class Destination:
 def push_run(
     folder: Path, repo_id: str, facts: Facts, adapter: bool, base_model: str | None = None, **options: Any
 ) -> str:
-    """Upload the model or the adapter of a run's folder or of a checkpoint, from its files alone. `options` as for
-    [`push_folder`]."""
+    """Upload the model or adapter of a run's folder or checkpoint, from its files. `options`: [`push_folder`]."""
     if not adapter:
         return push_model(folder, repo_id, facts, **options)
     exported = folder.with_name(f".push-{folder.name}")
@@ -455,8 +444,7 @@ def push_run(
 
 
 def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, keep_as: str | None) -> str:
-    """Upload a sealed checkpoint: its model as the repository's, with a card, and all that a resumed run reads as the
-    folder `keep_as`."""
+    """Upload a sealed checkpoint with a card, and the files that a resumed run reads as the folder `keep_as`."""
     further: Content = {}
     if keep_as is not None:
         changed = adapter_config(folder, to.base_model) if to.adapter else {}

@@ -1,5 +1,4 @@
-"""The policy of a finished run, rebuilt for export or evaluation: its base in the format it was trained on, and its
-adapter."""
+"""The policy of a finished run, rebuilt for export or evaluation: its base in the run's format, and its adapter."""
 
 import logging
 import os
@@ -17,7 +16,7 @@ from ..checkpoint.names import is_hub_id
 from ..checkpoint.settings import RunSettings
 from ..model.loading import begin, finish, from_pretrained, load_config
 from ..model.lora import load_adapter
-from ..nvfp4.config import NVFP4Config, auto_class_of
+from ..nvfp4.config import NVFP4Config, auto_class_of, quantization_of
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..support.trl import OnlineTrainer
@@ -28,8 +27,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class TrainedPolicy(NamedTuple):
-    """What is exported or evaluated. `model` has an adapter or none; `settings` describes its run, as far as known.
-    `gathered`: the adapter's tensors by parameter name, where the model is sharded."""
+    """A model to export or evaluate. `gathered`: the adapter's tensors by parameter name, if the model is sharded."""
 
     model: PeftModel | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -134,8 +132,7 @@ def load_policy(
 def _load_base(
     adapter: Path, settings: RunSettings, base: str, form: str, dtype: str, device: str, allowed: bool, code: bool
 ) -> PreTrainedModel:
-    """The base at the run's revision, with the tokens that `adapter` added, compared; `settings` learns of another one
-    that is `allowed`. `code`: whether its own may run."""
+    """The base at the run's revision, with the tokens that `adapter` added, compared with the run's."""
     found: dict[str, Any] = {"revision": recorded_revision(settings, base), "trust_remote_code": code}
     hub = {"device_map": {"": device}, **found}
     if form == "nvfp4":
@@ -163,8 +160,7 @@ def check_served_base(
     allow_other_base: bool = False,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Compare the base that an engine will load by itself: loaded here for a moment, in the format that the run trained
-    on.
+    """Compare the base that an engine will load by itself: loaded here for a moment, in the run's format.
 
     Returns the Hub's revision at which to load it, `None` for a folder.
     """
@@ -196,9 +192,7 @@ def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
 
 
 def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool) -> RunSettings:
-    """Compare a base, just loaded, with the one that the run recorded: its weights, and how it computes with them.
-    Returns what to record of it.
-    """
+    """Compare a base, just loaded, with the one the run recorded: weights and configuration. Returns what to record."""
     then, now = settings.get("base_sha256"), fingerprint.base_sha256(model)
     config = fingerprint.base_config(model)
     lines = identity.config_differences(settings.get("base_config"), config)
@@ -225,8 +219,7 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
 
 
 def require_whole(folder: Path) -> None:
-    """Refuse the folder of a run or checkpoint that is not as it was sealed, or whose adapter has a value that is not
-    finite.
+    """Refuse a folder of a run or checkpoint that changed since it was sealed, or with an adapter that is not finite.
 
     Without a manifest (another trainer's) there is a warning, and only the values are looked at.
     """
@@ -247,8 +240,7 @@ def require_whole(folder: Path) -> None:
 
 
 def recorded_settings(folder: Path) -> RunSettings:
-    """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest
-    checkpoint inside."""
+    """Settings recorded by the run in `folder`: its manifest, or that of the newest checkpoint inside."""
     found = seal.recorded_settings(folder)
     if not seal.recorded_run(folder) and (newest := seal.last_checkpoint(folder)) is not None:
         found = seal.recorded_run(newest)
@@ -256,8 +248,7 @@ def recorded_settings(folder: Path) -> RunSettings:
 
 
 def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
-    """What the run gave its chat template, such as `{"enable_thinking": False}`: whoever asks its model asks with
-    it."""
+    """The run's arguments to its chat template, such as `{"enable_thinking": False}`."""
     return settings.get("options", {}).get("chat_template_kwargs")
 
 
@@ -267,13 +258,12 @@ def format_of(model: str, revision: str | None = None, trust_remote_code: bool =
 
 
 def stored_as(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
-    """As [`format_of`], a dense model by its dtype: "nvfp4", "bfloat16", "float16" or "float32"; "dense" where its
-    configuration has none."""
+    """As [`format_of`], with a dense model's dtype: "bfloat16", ...; "dense" if its configuration has none."""
     hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     config = load_config(model, trust_remote_code=trust_remote_code, **hub)
-    if getattr(config, "quantization_config", None) is not None:
+    if quantization_of(config) is not None:
         return "nvfp4"
-    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    dtype = config.dtype or config.get_text_config().dtype
     return "dense" if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -283,7 +273,7 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
     if stored == base_format:
         return
     remedy = {
-        "nvfp4": f"Quantize it first (qerl-trl quantize {model} <folder>), or merge the run (qerl-trl merge) and name the merged folder",
+        "nvfp4": f"Quantize it first (qerl-trl quantize {model} <folder>), or merge the run (qerl-trl merge)",
         "bf16": "The weights it was made from are not in there: name the unquantized model",
     }
     raise ValueError(
@@ -293,22 +283,16 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
 
 
 def require_adapter(folder: Path) -> None:
-    """
-    Raises:
-        `ValueError`: there is no adapter in `folder`.
-    """
+    """Refuse a folder without an adapter."""
     if not (folder / "adapter_config.json").is_file():
         remedy = _newest_instead(folder) or "Name a checkpoint folder or the run's output folder"
         if (folder / "config.json").is_file():
-            remedy = "It is a model as it stands (merged already?), to be measured (qerl-trl eval) or published (qerl-trl push) as it is"
+            remedy = "It is a model (merged already?): measure (qerl-trl eval) or publish it (qerl-trl push) as it is"
         raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
 
 
 def require_model(folder: Path) -> None:
-    """
-    Raises:
-        `ValueError`: there is neither a model nor an adapter in `folder`.
-    """
+    """Refuse a folder with neither a model nor an adapter."""
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         remedy = _newest_instead(folder) or "Name a folder of a model, a checkpoint or a run's output folder"
         raise ValueError(f"{folder} has neither a config.json nor an adapter_config.json. {remedy}.")
@@ -342,16 +326,14 @@ def load_any(
     if base_format is not None and not quantizes:
         require_format(model, base_format, None, trust_remote_code)
     wanted, code = NVFP4Config(compute_dtype=dtype) if dtype else None, {"trust_remote_code": trust_remote_code}
+    compute = getattr(torch, dtype or "bfloat16")
     if quantizes:
-        loaded = from_pretrained(
-            model, wanted, dtype=getattr(torch, dtype or "bfloat16"), device_map={"": device}, **code
-        ).eval()
+        loaded = from_pretrained(model, wanted, dtype=compute, device_map={"": device}, **code).eval()
     else:
         config = load_config(model, wanted, **code)
-        packed = getattr(config, "quantization_config", None) is not None
         options: dict[str, Any] = {"dtype": dtype or "auto"}
-        if packed:
-            options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
+        if quantization_of(config) is not None:
+            options = {"config": config, "dtype": compute}
         loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
     finish(loaded, revision="main")
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}

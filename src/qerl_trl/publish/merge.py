@@ -1,5 +1,4 @@
-"""A policy as the dense model that it publishes, tensor by tensor: names as on disk, weights merged, cast or rounded
-when asked for.
+"""A policy as the dense model to publish, tensor by tensor: names as on disk, weights merged, cast or rounded.
 
 [`entries_of`] lists the tensors; nothing is computed until an entry's `value()` is called, and the model itself is not
 touched.
@@ -96,8 +95,7 @@ class Entry(NamedTuple):
 
 @torch.no_grad()
 def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
-    """Every tensor of the dense model, in the model's order; weights of NVFP4 and LoRA layers are computed when asked
-    for."""
+    """Every tensor of the dense model, in the model's order; NVFP4 and LoRA weights are computed on demand."""
     model = policy.transformers_model
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -117,8 +115,7 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
             owners[name] = module
     entries: list[Entry] = []
     seen: set[tuple] = set()
-    again = getattr(model, "all_tied_weights_keys", None) or {}
-    tied = {*again, *again.values()}
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     for key, tensor in model.state_dict().items():
         _require_whole(key, tensor)
         owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
@@ -261,8 +258,7 @@ def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
 
 
 def lossless_dtype(entry: Entry) -> torch.dtype:
-    """bfloat16 for a tensor that is only kept in float32 (a run with float32 compute loads a bf16 base so), else its
-    own dtype."""
+    """bfloat16 for a bf16 tensor that a float32 run loaded in float32, else its own dtype."""
     if entry.dtype != torch.float32:
         return entry.dtype
     value = entry.value()

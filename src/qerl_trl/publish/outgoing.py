@@ -48,8 +48,7 @@ def may_leave(name: str) -> bool:
 
 
 def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Content, list[str]]:
-    """Those of the files `names` in `folder` that may be uploaded (into the repository's folder `below`), and the names
-    of the others."""
+    """Those of the files `names` in `folder` that may be uploaded (into `below`), and the names of the others."""
     names = sorted(names)
     allowed = [name for name in names if may_leave(f"{below}/{name}" if below else name)]
     check_inside(folder, [folder / name for name in allowed])
@@ -57,8 +56,7 @@ def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Conte
 
 
 def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> Content:
-    """What of a checkpoint goes into the repository's folder `below`, so that a run can be resumed from there.
-    `changed`: files with another content than here."""
+    """Files of a checkpoint to resume from, for the repository's folder `below`, with `changed` contents."""
     sealed = seal.read_manifest(folder)
     files, _ = files_of(folder, sealed["files"].keys() - {"README.md"}, below)  # PEFT's template
     files |= changed
@@ -67,8 +65,7 @@ def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> 
 
 
 def manifest_of(content: Mapping[str, Path | bytes], sealed: seal.Manifest) -> bytes:
-    """The folder's manifest (`sealed`), for the files and texts that are sent: what was left out or written anew is no
-    damage there."""
+    """The folder's manifest (`sealed`), reduced to the files and texts that are sent."""
     files = {name: sealed["files"][name] for name in content if name in sealed["files"]}
     for name, data in content.items():
         if isinstance(data, bytes) and name != seal.MANIFEST_NAME:

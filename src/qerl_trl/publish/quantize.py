@@ -1,5 +1,4 @@
-"""Quantize a folder: dense safetensors checkpoint in, NVFP4 checkpoint (compressed-tensors layout) out, without
-building the model.
+"""Quantize a folder: dense safetensors in, NVFP4 (compressed-tensors) out, without building the model.
 
 The model class is instantiated on the meta device, to learn which linear layers stay dense: the same rules as in
 `from_pretrained`. Then each weight is read, quantized and written to its final place; q/k/v and gate/up together, since
@@ -38,7 +37,7 @@ from ..checkpoint.records import (
 from ..model import loading
 from ..nvfp4 import checkpoints, headers
 from ..nvfp4.architectures import DECODER
-from ..nvfp4.config import NVFP4Config, auto_class_of
+from ..nvfp4.config import NVFP4Config, auto_class_of, quantization_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
 from ..rollout.sampling import end_tokens, save_generation_config, stored
@@ -66,14 +65,15 @@ _SLACK_BYTES = 400_000_000
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
     "config.json", headers.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
-    "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", RESULTS_NAME, BEFORE_NAME,  # of a run
+    # of a run
+    "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json",
+    RESULTS_NAME, BEFORE_NAME,
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """What a finished `quantize_folder` reports: error and size. `nmse` is the squared error over the squared weight,
-    on sampled rows."""
+    """Result of `quantize_folder`. `nmse`: squared error over squared weight, on sampled rows."""
 
     layers: list[QuantizedLayer]
     weights: int
@@ -120,13 +120,11 @@ def quantize_folder(
     folder = _local(model, trust_remote_code)
     write.require_apart(folder, destination)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
+    if quantization_of(config) is not None:
         method = config.quantization_config.get("quant_method")
         raise ValueError(f"{model} is quantized already ({method}). Use it as it is, or quantize the original model.")
-    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    nvfp4_config = NVFP4Config(
-        scale_rule, modules_to_not_convert, compute_dtype="float16" if dtype == "float16" else "bfloat16"
-    )
+    dtype = "float16" if str(config.dtype) in ("float16", "torch.float16") else "bfloat16"
+    nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, dtype)
     loading.begin(folder)
     tensors, converted, parameters, loaded_as = _matched(folder, config, nvfp4_config, trust_remote_code)
     settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
@@ -189,9 +187,7 @@ def _local(model: str | os.PathLike, with_code: bool) -> Path:
 def _matched(
     folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
 ) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str], dict[str, str]]:
-    """(tensors of the checkpoint, linear layers to quantize by the checkpoint's names, names of the parameters that the
-    loaded model will have, none where that is not known, what modules of the checkpoint are called then), checked
-    against each other."""
+    """(tensors, linears to quantize by stored name, parameter names once loaded if known, module renames)."""
     tensors = headers.read_folder(folder)
     headers.check_inside(folder, {info.file for info in tensors.values()})
     with torch.device("meta"):
@@ -220,8 +216,7 @@ def _matched(
 
 
 def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """What a checkpoint calls the modules that transformers calls otherwise once it has loaded them, as Gemma 3's,
-    Qwen2.5-VL's and Mistral 3's."""
+    """Stored names of the modules that transformers renames while loading, as Gemma 3's and Mistral 3's."""
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
@@ -357,8 +352,7 @@ class Budget:
 
 
 def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
-    """What quantizes a matrix on `device`: the reference, or the kernel where there is one and it saves more than its
-    compilation takes, a second in which the interpreter is busy: not for rtn. Both give the same bytes."""
+    """The quantizer for `device`: the reference, or a kernel where it saves more than its compilation takes."""
     if device.type == "cuda" and scale_rule != "rtn":
         import qerl_nvfp4
 
@@ -413,8 +407,7 @@ def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize
 
 
 def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
-    """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay.
-    `device`: for its row of the fingerprint."""
+    """A tensor that stays dense: float32 becomes the compute dtype. `device`: for its row of the fingerprint."""
     note: QuantizedNote = {}
     stored = torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored

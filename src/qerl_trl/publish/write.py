@@ -55,8 +55,7 @@ def write_shards(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[Note]:
-    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept. A
-    tensor that is not finite throughout is not written.
+    """Write the tensors of `jobs` as `model*.safetensors` with their index; finished shards are kept.
 
     Args:
         folder: existing folder, from [`staging`] if an interrupted run shall be continued.
@@ -198,7 +197,7 @@ class _Shard:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, to be read or written in place."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs on Python 3.11
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
@@ -216,9 +215,7 @@ _RECORD_NAME = ".record.json"
 
 
 def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> None:
-    """Refuse a destination in whose place what it is made from would be removed: with `overwrite`, a run with all its
-    checkpoints.
-    """
+    """Refuse a destination that is or holds its own source: `overwrite` would remove a run with its checkpoints."""
     read, written = Path(source).resolve(), Path(destination).resolve()
     if read.is_dir() and read.is_relative_to(written):
         raise ValueError(
@@ -228,11 +225,7 @@ def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> 
 
 
 def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
-    """
-    Raises:
-        `ValueError`: something else is there that may not be replaced; or, with `overwrite`, it is more than one
-            export.
-    """
+    """Refuse a destination with something else in it, or, with `overwrite`, with more than one export in it."""
     destination = Path(destination).absolute()
     taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
     if not taken:
@@ -341,7 +334,7 @@ def naming_repository(entries: dict[str, Any], repo: str) -> dict[str, Any]:
 
 
 def warn_of_code(entries: dict[str, Any], folder: str | os.PathLike) -> None:
-    """Say of a model whose auto_map names files, and no repository, that `folder` cannot be loaded without them."""
+    """Warn that `folder` cannot be loaded without the files that its auto_map names."""
     parts = [
         part for name in entries.values() for part in (name if isinstance(name, (list, tuple)) else [name]) if part
     ]
