@@ -181,7 +181,13 @@ def load_config(
         quantization_config: `compute_dtype` and further `modules_to_not_convert` are taken from it.
         kwargs: `revision`, `token`, `subfolder`, `trust_remote_code`, ... for `AutoConfig.from_pretrained`.
     """
-    _check_is_ours(quantization_config)
+    if quantization_config is not None and not isinstance(quantization_config, NVFP4Config):
+        cls = type(quantization_config)
+        raise ValueError(
+            f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config "
+            "(transformers has another class of that name, for inference on Blackwell). For other methods call "
+            "transformers' from_pretrained."
+        )
     with named_in_errors(model_id):
         config = AutoConfig.from_pretrained(model_id, **kwargs)
     stored, where = stored_quantization(model_id, config, **kwargs)
@@ -284,17 +290,6 @@ def from_pretrained(
         known = kwargs.get("config") or chosen.get("config") or AutoConfig.from_pretrained(model_id, **hub)
         model_class = auto_class_of(known)
     return model_class.from_pretrained(model_id, **{**kwargs, **chosen})
-
-
-def _check_is_ours(quantization_config: Any) -> None:
-    if quantization_config is None or isinstance(quantization_config, NVFP4Config):
-        return
-    cls = type(quantization_config)
-    raise ValueError(
-        f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config "
-        "(transformers has another class of that name, for inference on Blackwell). For other methods call "
-        "transformers' from_pretrained."
-    )
 
 
 def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, Any] | None:

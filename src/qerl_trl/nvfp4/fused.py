@@ -56,7 +56,8 @@ def fuse_storage(model: nn.Module) -> int:
     for parent, members in fused_groups(model):
         groups += 1
         layers = [layer for _, layer in members]
-        if all(layer.fused_rows for layer in layers) and len({_storage(layer.weight_packed) for layer in layers}) == 1:
+        storages = {layer.weight_packed.untyped_storage().data_ptr() for layer in layers}
+        if all(layer.fused_rows for layer in layers) and len(storages) == 1:
             continue
         if not share_global_scale(layers):
             unshared.append(parent)
@@ -89,15 +90,10 @@ def give_back_cached(device: torch.device) -> None:
     Fusing frees two or three blocks per group, none of which is large enough for the next group: kept, they add up to
     the weights once more.
     """
-    if (
-        device.type == "cuda"
-        and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > CACHED_BYTES
-    ):
+    if device.type != "cuda":
+        return
+    if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > CACHED_BYTES:
         torch.cuda.empty_cache()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def share_global_scale(layers: list[NVFP4Linear]) -> bool:
@@ -106,7 +102,7 @@ def share_global_scale(layers: list[NVFP4Linear]) -> bool:
     shared = scales.amin().reshape(1)
     if bool((scales == shared).all()):
         return True
-    ours = all(_is_power_of_two(scale) for scale in scales.tolist())
+    ours = bool((torch.frexp(scales).mantissa == 0.5).all())  # powers of two
     moved = [rescale(layer.weight_scale, layer.global_scale, shared) for layer in layers]
     if not ours and not all(exact for _, exact in moved):
         return False
@@ -121,10 +117,6 @@ def share_global_scale(layers: list[NVFP4Linear]) -> bool:
         layer.weight_scale.copy_(block_scale)
         layer.weight_global_scale.copy_(shared.view(torch.uint8))
     return True
-
-
-def _is_power_of_two(value: float) -> bool:
-    return torch.frexp(torch.tensor(value)).mantissa.item() == 0.5
 
 
 # --- matrices as the engine multiplies them ---------------------------------------------------------------------------

@@ -106,12 +106,10 @@ def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str,
     for name in modules:
         info = tensors.get(f"{name}.weight")
         if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
-            _raise(
-                [
-                    f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for "
-                    "unquantized weights. Restore the quantization_config in config.json, and load with "
-                    "from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
-                ]
+            raise ValueError(
+                f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for "
+                "unquantized weights. Restore the quantization_config in config.json, and load with "
+                "from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
             )
         if info is not None and info.dtype not in _DENSE_DTYPES:
             problems.append(

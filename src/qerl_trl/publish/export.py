@@ -48,6 +48,7 @@ from ..rollout.sampling import save_generation_config
 from ..run import banner
 from ..support import secrets
 from ..support.names import full_tensor, is_sharded, reshard
+from . import merge
 from . import write as writer
 from .load import (
     ADAPTER_FILE,
@@ -59,19 +60,6 @@ from .load import (
     recorded_settings,
     require_whole,
     trained_policy_of,
-)
-from .merge import (
-    cast_job,
-    check_base,
-    entries_of,
-    fused_entries,
-    lossless_dtype,
-    merged_job,
-    nvfp4_layer,
-    packed_job,
-    recorded_base,
-    requantize_job,
-    survived_of,
 )
 from .write import Job
 
@@ -168,11 +156,11 @@ def save_merged(
         export["dtype"] = str(written_as).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
+        jobs = [merge.merged_job(entry, written_as) for entry in merge.entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             if changed := [note for note in cast(list[RequantizedNote], notes) if note["change"]]:
-                export["survived"] = survived_of(changed)
+                export["survived"] = merge.survived_of(changed)
             _save_config(partial, policy, written_as, None, jobs)
         return export
 
@@ -194,12 +182,12 @@ def save_base(
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_base", folder)
         jobs, dtypes = [], {torch.bfloat16}
-        for entry in entries_of(policy, with_adapter=False):
-            if nvfp4_layer(entry) is not None:
-                jobs.append(packed_job(entry))
+        for entry in merge.entries_of(policy, with_adapter=False):
+            if merge.nvfp4_layer(entry) is not None:
+                jobs.append(merge.packed_job(entry))
             else:
-                dtypes.add(lossless_dtype(entry))
-                jobs.append(cast_job(entry, lossless_dtype(entry)))
+                dtypes.add(merge.lossless_dtype(entry))
+                jobs.append(merge.cast_job(entry, merge.lossless_dtype(entry)))
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
@@ -234,14 +222,14 @@ def save_merged_nvfp4(
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_merged", folder)
         export["requantized_with"] = scale_rule
-        entries = entries_of(policy, with_adapter=True)
-        packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
-        jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
-        jobs += [requantize_job(group, scale_rule) for group in fused_entries(packed)]
+        entries = merge.entries_of(policy, with_adapter=True)
+        packed = [entry for entry in entries if merge.nvfp4_layer(entry) is not None]
+        jobs = [merge.cast_job(entry, torch.bfloat16) for entry in entries if merge.nvfp4_layer(entry) is None]
+        jobs += [merge.requantize_job(group, scale_rule) for group in merge.fused_entries(packed)]
         # what is sealed is completed below, once it is known how much survived
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
-            survived = survived_of(cast(list[RequantizedNote], notes))
+            survived = merge.survived_of(cast(list[RequantizedNote], notes))
             kept, error = survived["kept_fraction"], survived["error_ratio"]
             notify(f"Re-quantizing kept {kept:.3f} of the adapter's change (error {error:.2f} of its size).")
             if kept < MIN_KEPT_FRACTION and not force:
@@ -379,8 +367,8 @@ def _describe(policy: TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> E
     if policy.tokenizer is not None:
         settings |= cast(RunSettings, tokenizer_identity.recorded_of_written(policy.tokenizer, policy.settings))
     if kind != "adapter":
-        check_base(policy)
-        if recorded_base(settings) is None:
+        merge.check_base(policy)
+        if merge.recorded_base(settings) is None:
             settings["base_sha256"] = cast(str, fingerprint.base_sha256(policy.transformers_model))
             settings["base_config"] = fingerprint.base_config(policy.transformers_model)
     export = _record(kind, settings)

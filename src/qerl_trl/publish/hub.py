@@ -296,9 +296,6 @@ def _compare(
     return []
 
 
-# --- the base of an adapter -------------------------------------------------------------------------------------------
-
-
 def require_hub_base(base: str) -> None:
     """Refuse a base model that others cannot load."""
     if not is_hub_id(base):
@@ -318,9 +315,8 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
         return {}
     if base_model != config.get("base_model_name_or_path"):
         config["revision"] = None  # of the base that it named
-    return {
-        "adapter_config.json": (json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n").encode()
-    }
+    content = json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n"
+    return {"adapter_config.json": content.encode()}
 
 
 def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
@@ -361,9 +357,6 @@ def _stored_packed(api: HfApi, base: str) -> bool | None:
         return "quantization_config" in json.loads(Path(path).read_text())
     except (*_FAILED, ValueError):
         return None
-
-
-# --- export and upload in one go --------------------------------------------------------------------------------------
 
 
 def push_adapter(

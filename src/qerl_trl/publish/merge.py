@@ -118,7 +118,8 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     for key, tensor in model.state_dict().items():
         _require_whole(key, tensor)
-        owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
+        parts = key.split(".")  # the shortest prefix: an adapter wins over the packed layer inside it
+        owner = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in owners), None)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         # of what was trained beside it (modules_to_save), the base's own is as it was, tied perhaps
         if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
@@ -132,7 +133,7 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                 continue
             seen.add(place)
         if owner is None:
-            entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, partial(_same, tensor)))
+            entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))
             continue
         entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
     renamed = _disk_names(model, entries)
@@ -163,17 +164,6 @@ def _require_whole(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    """Dotted prefixes of a tensor's name, the shortest first: an adapter wins over the packed layer inside it."""
-    parts = key.split(".")
-    for length in range(1, len(parts)):
-        yield ".".join(parts[:length])
-
-
 def _layer_entries(
     name: str, module: nn.Module, rest: str, tensor: torch.Tensor, with_adapter: bool
 ) -> Iterator[Entry]:
@@ -181,7 +171,7 @@ def _layer_entries(
         wanted = f"modules_to_save.{module.active_adapters[0]}." if with_adapter else "original_module."
         if rest.startswith(wanted):
             leaf = rest.removeprefix(wanted)
-            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, partial(_same, tensor))
+            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
         return
     if isinstance(module, TrainableTokensWrapper):
         rows = module.token_adapter
