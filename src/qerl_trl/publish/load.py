@@ -49,6 +49,7 @@ def is_trainer(exported: Exportable) -> TypeGuard[OnlineTrainer]:
 
 
 def trained_policy_of(exported: Exportable, tokenizer: PreTrainedTokenizerBase | None = None) -> TrainedPolicy:
+    """The policy of a trainer, or of a model without a recorded run."""
     if isinstance(exported, TrainedPolicy):
         return exported if tokenizer is None else exported._replace(tokenizer=tokenizer)
     if not is_trainer(exported):
@@ -79,10 +80,6 @@ def load_policy(
         dtype: compute dtype; default: the run's, else bfloat16.
         allow_other_base: take a base with other weights than the run's, which the record then says.
         trust_remote_code: run the base's own code.
-
-    Raises:
-        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, the base has
-            other weights, or is stored in another format than was asked for.
     """
     adapter = Path(adapter)
     require_adapter(adapter)
@@ -98,7 +95,7 @@ def load_policy(
         )
     if base_format not in ("nvfp4", "bf16"):
         raise ValueError(
-            f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
+            f"base_format={base_format!r} cannot be exported; use an adapter on an 'nvfp4' or 'bf16' base."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
     if base_format == "bf16":
@@ -112,17 +109,10 @@ def load_policy(
     adapted = load_adapter(model, str(adapter), allow_other_base=True).eval()  # compared above
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(
-        adapter if has_tokenizer else base_model,
-        revision=None if has_tokenizer else revision,
-        trust_remote_code=trust_remote_code,
-    )
-    settings |= {
-        "model": base_model,
-        "merged_onto": base_format,
-        "dtype": dtype,
-        "auto_class": identity.loaded_by(model),
-    }
+    source, at = (adapter, None) if has_tokenizer else (base_model, revision)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=at, trust_remote_code=trust_remote_code)
+    found = identity.loaded_by(model)
+    settings |= {"model": base_model, "merged_onto": base_format, "dtype": dtype, "auto_class": found}
     settings.pop("base_revision", None)  # of the base that the run named
     if (commit := fingerprint.base_revision(model)) is not None:
         settings["base_revision"] = commit

@@ -280,6 +280,7 @@ def fused_entries(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def requantize_job(group: list[Entry], scale_rule: str) -> Job:
+    """Round the merged weights of a fused group to NVFP4, with one global scale, and note how much survives."""
     note: RequantizedNote = {}
 
     def make() -> Iterator[torch.Tensor]:

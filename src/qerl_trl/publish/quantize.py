@@ -110,12 +110,7 @@ def quantize_folder(
         card: called with the unfinished folder and the manifest's description, to add a README.
         progress: called with (bytes written since the last call, bytes in total).
 
-    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker on the
-    host.
-
-    Raises:
-        `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an
-            existing destination.
+    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker here.
     """
     folder = _local(model, trust_remote_code)
     write.require_apart(folder, destination)
@@ -161,12 +156,7 @@ def quantize_folder(
             found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in written[1])}
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
                 settings["base_sha256"] = fingerprint.sha256_of(found[name] for name in parameters)
-            _copy_beside(folder, partial, str(model))
-            if (folder / "tokenizer.json").is_file():
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
-                known = stored(folder, config)
-                if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
-                    save_generation_config(partial, known, tokenizer)
+            _copy_beside(folder, partial, str(model), config)
             write.leave_code_out(config)
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
@@ -301,7 +291,7 @@ def _beside(folder: Path) -> list[Path]:
     return [file for name, file in sorted(files.items()) if name not in left and not name.endswith(".index.json")]
 
 
-def _copy_beside(folder: Path, destination: Path, model: str) -> None:
+def _copy_beside(folder: Path, destination: Path, model: str, config: PretrainedConfig) -> None:
     headers.check_inside(folder, files := _beside(folder))
     for file in files:
         shutil.copyfile(file, destination / file.name)
@@ -310,6 +300,11 @@ def _copy_beside(folder: Path, destination: Path, model: str) -> None:
     if is_hub_id(model) and isinstance(content.get("auto_map"), dict):
         named = {**content, "auto_map": write.naming_repository(content["auto_map"], model)}
         seal.write_json_atomically(own, named)
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
+        known = stored(folder, config)
+        if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
+            save_generation_config(destination, known, tokenizer)
 
 
 def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
@@ -370,6 +365,7 @@ def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
 
 
 def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize: Quantize, budget: Budget) -> Job:
+    """Quantize the weights of a fused group, with one global scale, and note errors and fingerprint rows."""
     note: QuantizedNote = {}
     size = sum(info.nbytes for info in group)
 
