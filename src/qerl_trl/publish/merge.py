@@ -133,7 +133,7 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                 continue
             seen.add(place)
         if owner is None:
-            entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))
+            entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, tensor.detach))
             continue
         entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
     renamed = _disk_names(model, entries)
@@ -171,7 +171,7 @@ def _layer_entries(
         wanted = f"modules_to_save.{module.active_adapters[0]}." if with_adapter else "original_module."
         if rest.startswith(wanted):
             leaf = rest.removeprefix(wanted)
-            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
+            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, tensor.detach)
         return
     if isinstance(module, TrainableTokensWrapper):
         rows = module.token_adapter
