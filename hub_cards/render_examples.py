@@ -1,7 +1,7 @@
 """The cards in `hub_cards/examples`, from the facts that a real run left beside them.
 
     python hub_cards/render_examples.py                       # README text from the committed JSON, after a change of the templates
-    python hub_cards/render_examples.py --run OUTPUT_DIR      # JSON, text and curves from a finished run of the embedded example
+    python hub_cards/render_examples.py --run OUTPUT_DIR      # JSON and text from a finished run of the embedded example
 
 The run is `python examples/grpo_gsm8k.py --config examples/configs/embedded.yaml --output_dir OUTPUT_DIR`. It is exported in all forms,
 as a user would: `qerl-trl merge` as adapter, bf16, re-quantized, and onto the unquantized base, and `qerl-trl quantize`.
@@ -44,8 +44,6 @@ def export(run: Path) -> None:
             arguments = [command, first, str(folder), *options]
             subprocess.run([sys.executable, "-m", "qerl_trl.cli.main", *arguments], check=True)
             shutil.copyfile(folder / card.FACTS_NAME, EXAMPLES / f"{name}.json")
-            if (folder / "curves.png").is_file():
-                shutil.copyfile(folder / "curves.png", EXAMPLES / "curves.png")
 
 
 def render() -> None:

@@ -15,7 +15,7 @@ TRL or transformers would remove it:
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model`, `_save` | seals what was written, then rotates older checkpoints and pushes | `on_save` before rotation |
 | `evaluate` | leaves the random state of the training as it was | random state kept in `Trainer` |
 | `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only | a copy in `Trainer` |
-| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/sharding.py`) | torch 2.10 |
+| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/loading.py`) | torch 2.10 |
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (tools and rollout functions too) | `on_rollout_begin`, `on_rollout_end` |
 | `_generate`, `_compute_loss` | importance-corrects what transformers sampled under noise (`rollout/behaviour.py`) | sampled log-probabilities from `_generate` |
 | `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all | a hook on the gathered rewards |
@@ -49,8 +49,8 @@ from .memory.of_trainer import explained, plan_trainer, prepare_updates
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .model import loading
+from .model.loading import BytesWithoutGradient, save_whole_tensors
 from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
-from .model.sharding import BytesWithoutGradient, save_whole_tensors
 from .noise.callback import AQNCallback
 from .nvfp4.architectures import delta_net_layers
 from .nvfp4.linear import has_nvfp4

@@ -20,8 +20,8 @@ from qerl_trl.checkpoint.fingerprint import base_sha256
 from qerl_trl.checks import environment
 from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
-from qerl_trl.publish import distance, export, hub
-from qerl_trl.publish.distance import logits_of
+from qerl_trl.publish import export, hub
+from qerl_trl.publish.export import logits_of
 from qerl_trl.publish.load import TrainedPolicy, load_policy
 from qerl_trl.support import errors
 from qerl_trl.tasks import evaluation
@@ -514,14 +514,14 @@ def test_merge_asks_as_eval_does(tiny_model_dir, tiny_tokenizer, tmp_path, monke
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     lines = ["dataset_name: .", "grader: exact", "chat_template_path: own.jinja", "system_prompt: In words."]
     (tmp_path / "task.yaml").write_text("\n".join(lines))
-    asked, distances = [], distance.prompt_batches
+    asked, distances = [], export.prompt_batches
 
     def prompt_batches(*arguments):
         batches = distances(*arguments)
         asked.append([tiny_tokenizer.decode(ids[0]) for ids in batches])
         return batches
 
-    monkeypatch.setattr(distance, "prompt_batches", prompt_batches)
+    monkeypatch.setattr(export, "prompt_batches", prompt_batches)
     of_the_task = ["--task", tmp_path / "task.yaml"]
     for source, target, form in (("run", "again", "adapter"), ("again", "merged", "bf16")):
         code, _, err = call("merge", tmp_path / source, tmp_path / target, "--as", form, *of_the_task)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import qerl_trl
-from qerl_trl.nvfp4.shards import INDEX_NAME
+from qerl_trl.nvfp4.headers import INDEX_NAME
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import WEIGHTS, Interrupted, TinyRuns, contents, interrupting, tiny_runs  # noqa: F401

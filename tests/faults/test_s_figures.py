@@ -63,9 +63,8 @@ OTHERS = {
 @pytest.mark.parametrize(("change", "said"), OTHERS.values(), ids=OTHERS)
 def test_results_of_another_run(change, said, folder, caplog):
     path = write(folder, {**RESULTS, **change, "dataset": "someone/else"})
-    (folder / "curves.png").write_bytes(b"png")
     facts = cards.facts_of_run(folder, SETTINGS)
-    assert not {"results", "log", "curves"} & set(facts) and facts["dataset"] is None
+    assert not {"results", "log"} & set(facts) and facts["dataset"] is None
     assert "52.3" not in cards.render(facts)
     assert f"{path} is of another run than {folder}" in caplog.text and said in caplog.text
     assert cards.facts_of_run(folder, SETTINGS, dataset="my/own")["dataset"] == "my/own"
@@ -76,22 +75,18 @@ def test_results_of_another_run(change, said, folder, caplog):
 def test_results_one_level_up_are_a_checkpoints_only(folder, caplog):
     """runs/results.json beside runs/run is of something else, whatever it says."""
     write(folder.parent, RESULTS)
-    (folder.parent / "curves.png").write_bytes(b"png")
     facts = cards.facts_of_run(folder, SETTINGS)
-    assert not {"results", "log", "curves"} & set(facts) and not caplog.text
+    assert not {"results", "log"} & set(facts) and not caplog.text
 
 
 @fault("S.card_of_another_run", recovered=True)
 def test_a_checkpoint_shows_no_figures_of_the_end(folder, caplog):
     write(folder, {**RESULTS, "dataset": "someone/data"})
-    (folder / "curves.png").write_bytes(b"png")
     for step in (50, 100):
-        shutil.copytree(
-            folder, folder / f"checkpoint-{step}", ignore=lambda *_: {"results.json", "curves.png", "checkpoint-50"}
-        )
+        shutil.copytree(folder, folder / f"checkpoint-{step}", ignore=lambda *_: {"results.json", "checkpoint-50"})
         facts = cards.facts_of_run(folder / f"checkpoint-{step}", {**SETTINGS, "global_step": step})
         assert ("results" in facts) is ("log" in facts) is (step == 100)
-        assert facts["dataset"] == "someone/data" and facts["curves"] == str(folder / "curves.png")
+        assert facts["dataset"] == "someone/data"
         assert ("52.3" in cards.render(facts)) is (step == 100)
     assert f"was measured after 100 steps, and {folder / 'checkpoint-50'} has 50" in caplog.text
 

@@ -16,7 +16,7 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.cli import evaluate, make
 from qerl_trl.model import loading
 from qerl_trl.nvfp4.config import from_pretrained
-from qerl_trl.nvfp4.shards import INDEX_NAME
+from qerl_trl.nvfp4.headers import INDEX_NAME
 from qerl_trl.publish import export, hub
 from qerl_trl.publish.load import ADAPTER_FILE, load_any
 from qerl_trl.publish.quantize import quantize_folder

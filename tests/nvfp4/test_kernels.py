@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qerl_trl import from_pretrained
-from qerl_trl.nvfp4 import kernels, linear
+from qerl_trl.nvfp4 import fused, linear
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.tiny_models import write_packed_checkpoint
 
@@ -33,12 +33,12 @@ def model():
 
 
 def test_matrices_are_those_of_the_engine():
-    assert kernels.matrices_of(model()) == {"2 x q_proj + k_proj + v_proj": (128, 64, 3), "2 x o_proj": (64, 64, 1)}
+    assert fused.matrices_of(model()) == {"2 x q_proj + k_proj + v_proj": (128, 64, 3), "2 x o_proj": (64, 64, 1)}
 
 
 def test_nothing_is_selected_where_no_kernel_runs():
-    assert kernels.selected_for_model(model()) == []
-    assert kernels.selected_for_model(nn.Linear(4, 4)) == []
+    assert fused.selected_for_model(model()) == []
+    assert fused.selected_for_model(nn.Linear(4, 4)) == []
 
 
 @pytest.fixture
@@ -59,20 +59,20 @@ def l40s(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
 def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_dir, family):
     folder = tiny_model_dir(family)
-    found = kernels.matrices_of_checkpoint(folder)
-    assert found == kernels.packed_matrices(from_pretrained(folder))
+    found = fused.matrices_of_checkpoint(folder)
+    assert found == fused.packed_matrices(from_pretrained(folder))
     assert all(matrix.number == 2 for matrix in found), "layers"
     assert any(len(matrix.rows) == 3 for matrix in found) == (family != "phi3")
 
 
 def test_the_matrices_of_a_packed_checkpoint_are_those_that_it_packs(tmp_path):
     write_packed_checkpoint(tmp_path / "packed", "qwen2", "compressed-tensors")
-    found = kernels.matrices_of_checkpoint(tmp_path / "packed")
-    assert len(found) == 4 and found == kernels.packed_matrices(from_pretrained(tmp_path / "packed"))
+    found = fused.matrices_of_checkpoint(tmp_path / "packed")
+    assert len(found) == 4 and found == fused.packed_matrices(from_pretrained(tmp_path / "packed"))
 
 
 def test_one_line_per_matrix(l40s):
-    lines = kernels.selected_for_model(model(), rank=32)
+    lines = fused.selected_for_model(model(), rank=32)
     assert lines == [
         "2 x q_proj + k_proj + v_proj 128 x 64: portable up to 128 tokens, dense for more (heuristic)",
         "2 x o_proj 64 x 64: portable up to 128 tokens, dense for more (heuristic)",
@@ -92,14 +92,14 @@ def test_doctor_tells_what_the_user_measured(l40s, monkeypatch, tmp_path):
     path = measured.write("NVIDIA L40S", 142, rows, lambda *_: True)
     select.forget_measured()
     device = torch.device("cuda")
-    assert kernels.measured_by_the_user(device) == ([str(path), "37888 x 3584, rank 32: 2 numbers of tokens"], "")
+    assert fused.measured_by_the_user(device) == ([str(path), "37888 x 3584, rank 32: 2 numbers of tokens"], "")
     lines = doctor._selected_kernels(device)["kernels"].split("\n")
     assert ["measured on this GPU" in line for line in lines] == [False, False, True, False]
     path.write_text("damaged")
     select.forget_measured()
     with pytest.warns(RuntimeWarning, match="is ignored"):
-        assert kernels.measured_by_the_user(device)[0] == []
-    assert str(path) in kernels.measured_by_the_user(device)[1]
+        assert fused.measured_by_the_user(device)[0] == []
+    assert str(path) in fused.measured_by_the_user(device)[1]
     select.forget_measured()
 
 

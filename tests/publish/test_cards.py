@@ -66,7 +66,6 @@ def facts(kind, **more):
             "tokens": 321,
         },
         "repo_id": "me/thing",
-        "has_curves": True,
         "versions": {"trl": "1.16.0"},
     }
     return {**full, **more}
@@ -149,7 +148,6 @@ def test_the_text_tells_what_the_run_was():
         "41.1 %",
         "+11.2 points",
         "some CPU",
-        "curves.png",
     ):
         assert expected in text, expected
     assert "optimized on the quantized base" in text
@@ -251,12 +249,10 @@ def test_unknown_kind():
 def test_facts_of_a_finished_run(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "results.json").write_text(json.dumps({**RESULTS, "dataset": "openai/gsm8k"}))
-    (tmp_path / "curves.png").write_bytes(b"png")
     found = cards.facts_of_run(tmp_path / "checkpoint-3", SETTINGS)
     assert found["results"]["after"]["accuracy"] == 0.523
     assert found["dataset"] == "openai/gsm8k"
     assert found["log"]["reward"] == [pytest.approx(0.15), pytest.approx(0.35), 4]
-    assert found["curves"] == str(tmp_path / "curves.png")
     text = cards.render(found)
     assert "| reward | 0.15 | 0.35 | 4 |" in text
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl_trl.publish.distance import prompt_batches
+from qerl_trl.publish.export import prompt_batches
 
 
 def test_a_file_without_prompts_is_named_with_what_belongs_in_it(tmp_path, tiny_tokenizer):

@@ -28,11 +28,11 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.checkpoint.fingerprint import base_sha256
 from qerl_trl.checkpoint.settings import recorded_tokenizer as recorded
 from qerl_trl.model.lora import prepare_trainable, register_nvfp4_lora
-from qerl_trl.nvfp4 import shards
+from qerl_trl.nvfp4 import headers
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish import export, merge, staging, write
-from qerl_trl.publish.distance import logit_distance, logits_of
+from qerl_trl.publish import export, merge, write
+from qerl_trl.publish.export import logit_distance, logits_of
 from qerl_trl.publish.load import TrainedPolicy, load_any, load_policy
 from tests.publish.conftest import CODE
 from tests.tiny_models import make_tiny_tokenizer
@@ -167,7 +167,7 @@ def test_several_shards_with_an_index(tiny_model_dir, tmp_path):
     one, many = (AutoModelForCausalLM.from_pretrained(tmp_path / n, dtype=torch.float32) for n in ("one", "many"))
     for name, tensor in one.state_dict().items():
         assert torch.equal(many.state_dict()[name], tensor)
-    index = json.loads((tmp_path / "many" / shards.INDEX_NAME).read_text())
+    index = json.loads((tmp_path / "many" / headers.INDEX_NAME).read_text())
     assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in one.state_dict().values())
 
 
@@ -448,7 +448,7 @@ def test_killed_while_finishing(tiny_model_dir, tmp_path, monkeypatch, step):
     owner, name = {
         "config": (export, "_save_config"),
         "seal": (seal, "write_json_atomically"),
-        "rename": (staging, "_replace"),
+        "rename": (write, "_replace"),
     }[step]
     original = getattr(owner, name)
 
@@ -532,9 +532,9 @@ def test_under_ddp_rank_zero_writes_and_all_learn_the_outcome(tiny_model_dir, tm
 
 def test_two_writers_of_one_folder_are_refused(tmp_path):
     with (
-        staging.staging(tmp_path / "out", {"a": 1}) as _,
+        write.staging(tmp_path / "out", {"a": 1}) as _,
         pytest.raises(RuntimeError, match=r"Another process .*Wait for it or end it"),
-        staging.staging(tmp_path / "out", {"a": 1}),
+        write.staging(tmp_path / "out", {"a": 1}),
     ):
         pass
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import NVFP4Config
 from qerl_trl.checkpoint import seal
-from qerl_trl.nvfp4 import shards
+from qerl_trl.nvfp4 import headers
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.format import SCALE_RULES
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish import quantize, quantize_jobs, staging, write
+from qerl_trl.publish import quantize, write
 from qerl_trl.publish.quantize import quantize_folder
 from tests.hub_server import TOKEN
 from tests.publish.conftest import CODE
@@ -59,7 +59,7 @@ def test_stock_transformers_reads_it(tiny_model_dir, tmp_path):
 def test_several_shards_and_workers_give_the_same_tensors(tiny_model_dir, tmp_path):
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "one", workers=1)
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "many", workers=4, max_shard_bytes=40_000)
-    index = json.loads((tmp_path / "many" / shards.INDEX_NAME).read_text())["weight_map"]
+    index = json.loads((tmp_path / "many" / headers.INDEX_NAME).read_text())["weight_map"]
     assert len(set(index.values())) > 3
     with safe_open(tmp_path / "one/model.safetensors", "pt") as one:
         assert set(one.keys()) == set(index)
@@ -71,7 +71,7 @@ def test_several_shards_and_workers_give_the_same_tensors(tiny_model_dir, tmp_pa
 
 def test_tensors_larger_than_a_buffer_are_copied_whole(tiny_model_dir, tmp_path, monkeypatch):
     quantize_folder(tiny_model_dir("llama"), tmp_path / "one")
-    monkeypatch.setattr(quantize_jobs, "_PIECE_BYTES", 1000)  # less than an embedding, more than some of its rows
+    monkeypatch.setattr(quantize, "_PIECE_BYTES", 1000)  # less than an embedding, more than some of its rows
     quantize_folder(tiny_model_dir("llama"), tmp_path / "many")
     assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "many/model.safetensors").read_bytes()
 
@@ -91,7 +91,7 @@ def test_slices_odd_sizes_and_hashes(tmp_path, workers):
         pieces = tensor.split(2) if name in ("matrix", "wide") else [tensor]
         return write.Job((write.TensorSpec(name, tensor.dtype, tuple(tensor.shape)),), lambda: pieces)
 
-    with staging.staging(tmp_path / "out", {}) as folder:
+    with write.staging(tmp_path / "out", {}) as folder:
         write.write_shards(folder, [job(*item) for item in tensors.items()], {}, workers=workers)
     assert not seal.problems(tmp_path / "out")  # compares the hashes
     content = (tmp_path / "out/model.safetensors").read_bytes()
@@ -106,7 +106,7 @@ def test_slices_odd_sizes_and_hashes(tmp_path, workers):
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_a_gpu_gives_the_same_files(tiny_model_dir, tmp_path, monkeypatch, rule):
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "cpu", rule)
-    monkeypatch.setattr(quantize_jobs, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(quantize, "_PIECE_BYTES", 1000)
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "cuda", rule, device="cuda")
     assert (tmp_path / "cpu/model.safetensors").read_bytes() == (tmp_path / "cuda/model.safetensors").read_bytes()
 

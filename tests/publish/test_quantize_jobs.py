@@ -1,11 +1,11 @@
 import threading
 import time
 
-from qerl_trl.publish import quantize_jobs
+from qerl_trl.publish import quantize
 
 
 def test_bytes_in_work_stay_within_the_budget():
-    budget = quantize_jobs.Budget(100)
+    budget = quantize.Budget(100)
     budget.acquire(80)
     done = []
     thread = threading.Thread(target=lambda: (budget.acquire(30), done.append(True)))

@@ -109,7 +109,7 @@ class Survived(TypedDict):
 
 
 class Measured(TypedDict):
-    """How far a model is from the trained policy; see `distance.logit_distance`."""
+    """How far a model is from the trained policy; see `export.logit_distance`."""
 
     mean_logit_distance: float
     max_logit_distance: float
@@ -269,8 +269,6 @@ class Facts(TypedDict, total=False):
     survived: Survived
     measured: Measured
     quantization: Quantization
-    curves: str  # path of a PNG; not kept in the file
-    has_curves: bool
     folder: str
     repo_id: str
     base_model: str

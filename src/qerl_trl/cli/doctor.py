@@ -13,7 +13,7 @@ from ..checkpoint import records
 from ..checks import environment
 from ..checks.environment import Problem
 from ..nvfp4 import linear
-from ..nvfp4.kernels import measured_by_the_user, selected_for_matrices
+from ..nvfp4.fused import measured_by_the_user, selected_for_matrices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,17 +138,16 @@ def merge(
     if force and form != "nvfp4":
         raise ValueError(f"--force is for --as nvfp4, and has nothing to force with --as {form}: leave it out.")
     from qerl_trl.publish import card as cards
-    from qerl_trl.publish import export, staging
-    from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
+    from qerl_trl.publish import export, write
     from qerl_trl.publish.load import load_any, load_policy, recorded_template_kwargs
     from qerl_trl.tasks.task import Task
 
     if task is not None and prompts is not None:
         raise ValueError("--task and --prompts are two answers to one question: leave one out.")
-    staging.require_apart(run, destination)
+    write.require_apart(run, destination)
     if base_model is not None:
-        staging.require_apart(base_model, destination)
-    staging.require_room(destination, overwrite)
+        write.require_apart(base_model, destination)
+    write.require_room(destination, overwrite)
     code = {"trust_remote_code": trust_remote_code}
     policy = load_policy(run, base_model, base_format, None, device, allow_other_base, **code)  # as it was trained
     measured: Measured | None = None
@@ -159,10 +158,10 @@ def merge(
         tokenizer = copy.copy(policy.tokenizer)  # the policy's own is written, with the run's template
         if measured_task is not None:
             measured_task.prepared(tokenizer)
-        batches = prompt_batches(prompts or problems or [], tokenizer, recorded_template_kwargs(policy.settings))
-        trained = logits_of(policy.model, batches)
+        batches = export.prompt_batches(prompts or problems or [], tokenizer, recorded_template_kwargs(policy.settings))
+        trained = export.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
-            base_kl = logit_distance(trained, logits_of(policy.model, batches))["kl_nats_per_token"]
+            base_kl = export.logit_distance(trained, export.logits_of(policy.model, batches))["kl_nats_per_token"]
         if onto_original:
             if policy.settings["merged_onto"] != "nvfp4":
                 raise ValueError(
@@ -172,7 +171,7 @@ def merge(
             del policy
             policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
-            measured = logit_distance(trained, logits_of(policy.model, batches))
+            measured = export.logit_distance(trained, export.logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, policy.settings, dataset)
 
     def card(folder: Path, record: Export) -> None:
@@ -215,7 +214,7 @@ def merge(
         written = load_any(
             str(destination), device, policy.settings["dtype"]
         )  # same arithmetic: only the weights differ
-        measured = measured or logit_distance(trained, logits_of(written.model, batches))
+        measured = measured or export.logit_distance(trained, export.logits_of(written.model, batches))
         content["measured"], content["base_kl_nats_per_token"] = measured, base_kl
         lines.append(
             f"distance to the trained policy on {measured['tokens']} tokens: mean logit {measured['mean_logit_distance']:.3g}, KL "

@@ -29,7 +29,7 @@ def tune(
     sizes = numbers_of_tokens(tokens)
     import torch
 
-    from ..nvfp4.kernels import matrices_of_checkpoint
+    from ..nvfp4.fused import matrices_of_checkpoint
     from ..nvfp4.linear import describe, kernels_for
 
     matrices = matrices_of_checkpoint(model, trust_remote_code=trust_remote_code)

@@ -1,27 +1,36 @@
-"""Loading a model from a folder that was sealed: it is used as it was sealed, or refused.
+"""Loading sealed folders (as sealed, or refused), adapters that come ready, and FSDP 2 of packed bytes.
 
-Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of everything small
-(configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for that and raises: at the end of
-[`from_pretrained`], or where training begins. A folder without a manifest is loaded as it is. A model from the Hub is compared with the
-manifest that was published with it once its files are here ([`begin_loaded`]).
+Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of
+everything small (configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for
+that and raises: at the end of [`from_pretrained`], or where training begins. A folder without a manifest is loaded as
+it is. A model from the Hub is compared with the manifest that was published with it once its files are here
+([`begin_loaded`]).
 """
 
+import copy
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+from accelerate import Accelerator
+from peft import PeftModel, PeftModelForCausalLM
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
-from transformers import PreTrainedModel
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint import seal
 from ..nvfp4 import config
-from ..nvfp4.headers import check_finite_module
-from ..nvfp4.shards import weight_files
+from ..nvfp4.headers import check_finite_module, weight_files
 from ..support.files import beside, hub_commit, note_commit, reads_for_its_machine
+from .lora import check_is_lora
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +63,7 @@ _begun: dict[tuple, _Hashing] = {}
 
 
 def begin(model: str | os.PathLike) -> None:
-    """Compare the folder `model` with its manifest, its weights in the background. Without one only its index is looked at,
-    and nothing of a Hub id.
-
-    Raises:
-        `ValueError`: an index is none; a file is missing, has another size or, if it is small, another content, or what decides about
-            answers lies there unsealed.
-    """
+    """Compare the folder `model` with its manifest, its weights in the background. A Hub id is not compared."""
     folder = Path(model)
     if folder.is_dir():
         weight_files(folder)
@@ -70,25 +73,17 @@ def begin(model: str | os.PathLike) -> None:
 
 
 def begin_loaded(model: nn.Module, **source: Any) -> None:
-    """As [`begin`], for a model that was just loaded, by whomever: its folder, or those of its files that are in the Hub's cache, if a manifest
-    was published with them. `source`: `revision` and `cache_dir`, for [`note_commit`], of one that was loaded by its name.
-
-    Raises:
-        `ValueError`: as [`begin`], for a folder with a manifest; of the Hub, a small file has another content than was sealed.
-    """
-    config = getattr(model, "config", None)
-    if config is not None:
-        note_commit(config, **source)
-    if config is None or not reads_for_its_machine():
-        return
-    if (manifest := beside(config, seal.MANIFEST_NAME)) is None:
+    """As [`begin`], for a model that was just loaded. `source`: `revision` and `cache_dir` it was loaded with."""
+    config = cast(PretrainedConfig, model.config)
+    note_commit(config, **source)
+    if not reads_for_its_machine() or (manifest := beside(config, seal.MANIFEST_NAME)) is None:
         return
     folder, here = manifest.parent, os.path.isdir(config.name_or_path or "")
     _compare(folder, partial=not here or hub_commit(folder) is not None, closed=here)
 
 
 def _compare(folder: Path, partial: bool, closed: bool) -> None:
-    """Compare what is small in a sealed folder at once, and begin to hash the rest; nothing where that was begun before.
+    """Compare the small files of a sealed folder now, and begin to hash the rest, once.
 
     Args:
         partial: some of its files may be missing.
@@ -111,28 +106,23 @@ def _key(folder: Path) -> tuple:
 
 
 def finish(model: nn.Module | None = None, **source: Any) -> None:
-    """Wait for what [`begin`] began, and look at every value of `model`, of which `source` says what it says to [`begin_loaded`].
-
-    Raises:
-        `ValueError`: a weight file has another content than was sealed, or a tensor is not finite.
-    """
-    name = type(model).__name__
+    """Wait for the hashing that [`begin`] began, and check every value of `model`; `source` as in [`begin_loaded`]."""
     if model is not None:
         begin_loaded(model, **source)
-        name = getattr(getattr(model, "config", None), "name_or_path", "") or name
     for key, hashing in list(_begun.items()):
         hashing.join()
         if hashing.problems:
             del _begun[key]
             raise ValueError(_message(hashing.folder, hashing.problems))
     if model is not None:
+        name = cast(PretrainedConfig, model.config).name_or_path or type(model).__name__
         check_finite_module(model, lambda _: name)
 
 
 def _message(folder: Path, wrong: list[str]) -> str:
     return (
-        f"{folder} is not as it was sealed: {'; '.join(wrong)}. Export or download it again. If the change was meant, remove "
-        f"{seal.MANIFEST_NAME} there: it is loaded unverified then."
+        f"{folder} is not as it was sealed: {'; '.join(wrong)}. Export or download it again. If the change was meant, "
+        f"remove {seal.MANIFEST_NAME} there: it is loaded unverified then."
     )
 
 
@@ -158,3 +148,107 @@ def from_pretrained(model_id: str | os.PathLike, *args: Any, **kwargs: Any) -> P
     begin_loaded(model)
     finish()
     return model
+
+
+# --- an adapter that comes ready --------------------------------------------------------------------------------------
+
+
+def given_model(model: Any) -> Any:
+    """A trainer's `model`: a path expanded, a `PeftModel` where transformers loaded or added the adapter."""
+    if not isinstance(model, str):
+        own = isinstance(model, PeftModel) or not getattr(model, "_hf_peft_config_loaded", False)
+        return model if own else _as_peft_model(model)
+    folder = Path(model).expanduser()
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{model} is an adapter's folder, not a model's. To train it further, load its base and pass "
+            "model=qerl_trl.load_adapter(base, folder, is_trainable=True)."
+        )
+    return os.path.expanduser(model)
+
+
+def _as_peft_model(model: Any) -> PeftModel:
+    active = model.active_adapters()
+    disabled = any(isinstance(module, BaseTunerLayer) and module.disable_adapters for module in model.modules())
+    if disabled or len(active) != 1:
+        raise ValueError(
+            f"The model's adapters ({', '.join(model.peft_config)}) are "
+            f"{'disabled' if disabled else 'active together'}; one is trained. Call model.enable_adapters() and "
+            "model.set_adapter(name), or model.delete_adapter(names) for a new one."
+        )
+    config = copy.copy(check_is_lora(model.peft_config[active[0]]))
+    lost = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if getattr(config, name)]
+    if lost:
+        raise ValueError(
+            f"The model's adapter has {', '.join(lost)}, which transformers does not load. Load the adapter with "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True)."
+        )
+    if others := sorted(set(model.peft_config) - set(active)):
+        logger.warning("The adapter %r is trained. The model's other adapters are removed: %s.", *active, others)
+    state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
+    model.delete_adapter(list(model.peft_config))
+    vars(model).pop("_weight_conversions", None)  # of the adapter's file, by which a merge would be named
+    # PiSSA and others changed the base when the adapter was loaded, and must not do it again
+    initialized, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
+    peft_model = PeftModelForCausalLM(model, config)
+    config.init_lora_weights = initialized
+    set_peft_model_state_dict(model, state)
+    return peft_model
+
+
+def name_base(model: PeftModel) -> None:
+    """Let the configuration of the adapter name the base that it lies on; a warning where it named another one."""
+    config = model.peft_config[model.active_adapter]
+    named, found = config.base_model_name_or_path, cast(Any, model.config)._name_or_path
+    if not found or named == found:
+        return
+    if named:
+        logger.warning(
+            "The adapter was made for %s, and it lies on %s. What this run writes names %s.", named, found, found
+        )
+    config.base_model_name_or_path, config.revision = found, None
+
+
+# --- FSDP 2 -----------------------------------------------------------------------------------------------------------
+
+#: accelerate's name for whole tensors in a checkpoint
+FULL = "FULL_STATE_DICT"
+
+
+class BytesWithoutGradient(TorchFunctionMode):
+    """Inside, asking a tensor of whole numbers for a gradient leaves it as it is, without one, instead of raising."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.requires_grad_ and not (args[0].is_floating_point() or args[0].is_complex()):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
+    """Let every process read weights, also with `fsdp_cpu_ram_efficient_loading` (zeros on all but rank 0)."""
+    name, before = "FSDP_CPU_RAM_EFFICIENT_LOADING", os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if not wanted or before is None:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
+def save_whole_tensors(accelerator: Accelerator) -> None:
+    """Under FSDP, checkpoints whose adapter others can read, whatever accelerate's configuration says."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or (now := plugin.state_dict_type.name) == FULL:
+        return
+    logger.warning(
+        "fsdp_state_dict_type is %s, with which checkpoints and output_dir would have no adapter_model.safetensors. "
+        "This run uses %s; write `fsdp_state_dict_type: %s` into accelerate's configuration.",
+        now,
+        FULL,
+        FULL,
+    )
+    plugin.state_dict_config = plugin.optim_state_dict_config = None  # of shards; it makes those that fit
+    plugin.set_state_dict_type(FULL)

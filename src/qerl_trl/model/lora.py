@@ -6,8 +6,8 @@ and an adapter trained here loads in plain PEFT. PEFT's one extension point, `Lo
 the packed layer by a dense one, since a delta added to 4-bit weights and rounded again would mostly be lost. The
 mapping is not stored in `adapter_config.json`; [`load_adapter`] registers it again.
 
-Adapters and trainable norms are float32: next to weights around 1, an AdamW step of 1e-5 is far below half a unit in the
-last place of bf16 (2^-9) and would never land.
+Adapters and trainable norms are float32: next to weights around 1, an AdamW step of 1e-5 is far below half a unit in
+the last place of bf16 (2^-9) and would never land.
 """
 
 import copy
@@ -44,10 +44,10 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class NVFP4LoraLinear(LoraLinear):
-    """`lora.Linear` whose base layer is packed. Merging swaps in a dense base layer, unmerging brings the packed one back.
+    """`lora.Linear` on a packed layer. Merging swaps in a dense base layer, unmerging brings the packed one back.
 
-    The merged weight is `dequantize(W) + scaling * B @ A` (DoRA: its own formula), computed in float32 and rounded once to
-    the base's compute dtype: the policy that was trained, up to that rounding. It costs the memory of a dense layer.
+    The merged weight is `dequantize(W) + scaling * B @ A` (DoRA: its own formula), computed in float32 and rounded once
+    to the base's compute dtype: the policy that was trained, up to that rounding. It costs the memory of a dense layer.
     """
 
     _packed_base: NVFP4Linear | None = None
@@ -79,13 +79,12 @@ class NVFP4LoraLinear(LoraLinear):
 
 
 def default_lora_config() -> LoraConfig:
-    """The adapter used when the user passes none: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
+    """The default adapter: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def settle_model_config(model_config: Any, said: Collection[str], base_format: str) -> None:
-    """Of TRL's `ModelConfig`, what nobody said, at this package's defaults: bf16, and an adapter wherever something of one was said. TRL's own are
-    float32, and `lora_*` without a word where `use_peft` is not said.
+    """Defaults for the fields of TRL's `ModelConfig` that nobody set: bf16, and an adapter if any `lora_*` is set.
 
     Args:
         said: names that a recipe or a command line gives.
@@ -95,7 +94,8 @@ def settle_model_config(model_config: Any, said: Collection[str], base_format: s
         return
     if model_config.lora_r is None or model_config.lora_r < 1:
         raise ValueError(
-            f"lora_r={model_config.lora_r} is no rank of an adapter. Pass an integer >= 1, such as {default_lora_config().r}."
+            f"lora_r={model_config.lora_r} is no rank of an adapter. Pass an integer >= 1, such as "
+            f"{default_lora_config().r}."
         )
     if "dtype" not in said:
         model_config.dtype = "bfloat16"
@@ -112,8 +112,9 @@ def settle_model_config(model_config: Any, said: Collection[str], base_format: s
 
 
 def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> LoraConfig:
-    """`config` with "all-linear" meaning all linear layers of the text decoder that an adapter can serve: towers for pictures and sound,
-    routers and small gates are excluded (`architectures.unadapted_by_default`). Where the user names targets or exclusions, those hold.
+    """`config` with "all-linear" meaning all linear layers of the text decoder that an adapter can serve: towers for
+    pictures and sound, routers and small gates are excluded (`architectures.unadapted_by_default`). Where the user
+    names targets or exclusions, those hold.
     """
     if config.target_modules != "all-linear" or config.exclude_modules is not None:
         return config
@@ -123,8 +124,8 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
     config = copy.copy(config)
     if has_experts(model_config):  # PEFT would adapt experts and routers too, as bare parameters
         logger.warning(
-            "This model is a mixture of experts: the adapter goes on its attention only, experts and routers stay as they are. Name "
-            "target_modules to choose yourself."
+            "This model is a mixture of experts: the adapter goes on its attention only, experts and routers stay as "
+            "they are. Name target_modules to choose yourself."
         )
         config.target_modules = list(ATTENTION)
     else:
@@ -133,15 +134,17 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
 
 
 def check_is_lora(config: PeftConfig) -> LoraConfig:
-    """Return `config`; raise `ValueError` for a PEFT method other than LoRA, a rank or alpha that trains nothing, and an adapter on the head."""
+    """Return `config`; refuse methods other than LoRA, a rank or alpha that trains nothing, an adapter on the head."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
-            "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
+            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear "
+            "layers; prompt-learning and other methods would train something that the rollout never sees. Pass a "
+            "LoraConfig."
         )
     if config.layer_replication:
         raise ValueError(
-            f"LoraConfig(layer_replication={config.layer_replication}) adds layers that neither the rollout's engine nor an export has. Leave it out."
+            f"LoraConfig(layer_replication={config.layer_replication}) adds layers that neither the rollout's engine "
+            "nor an export has. Leave it out."
         )
     for where, rank in (("r", config.r), *(config.rank_pattern or {}).items()):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -155,36 +158,32 @@ def check_is_lora(config: PeftConfig) -> LoraConfig:
     targets = [targets] if isinstance(targets, str) else list(targets or [])
     if any(target.split(".")[-1] == "lm_head" for target in targets):
         raise ValueError(
-            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so an "
-            'adapter there would never be trained. Remove it, or use target_modules="all-linear", which leaves it out.'
+            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so "
+            'an adapter there would never be trained. Remove it, or use target_modules="all-linear", without it.'
         )
     return config
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Whether an adapter changes the weights that it lies on: it starts from a part of them (PiSSA), or trains their biases."""
+    """Whether an adapter changes the weights below it: it starts from a part of them (PiSSA), or trains biases."""
     configs = getattr(model, "peft_config", {}).values()
     return any(config.bias != "none" or config.init_lora_weights not in _PLAIN_INITS for config in configs)
 
 
 def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
-    """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer.
-
-    Raises:
-        `ValueError`: for a method other than LoRA, for initialisations that rewrite the base weight, and for an adapter on
-            the output head; each with the reason and what to do.
-    """
+    """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer."""
     config = check_is_lora(config)
     init = config.init_lora_weights
     if init not in _PLAIN_INITS:
         raise ValueError(
-            f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or needs its full-precision "
-            f"values. Here the base stays as it was packed, in 4 bits. Use one of {_PLAIN_INITS}."
+            f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or "
+            "needs its full-precision values. Here the base stays as it was packed, in 4 bits. Use one of "
+            f"{_PLAIN_INITS}."
         )
     if config.target_parameters:
         raise ValueError(
-            f"target_parameters={config.target_parameters} puts adapters on bare parameters, and packed weights are not the "
-            "parameters they stand for. Name the linear modules in target_modules instead."
+            f"target_parameters={config.target_parameters} puts adapters on bare parameters, and packed weights are "
+            "not the parameters they stand for. Name the linear modules in target_modules instead."
         )
     config = copy.copy(config)
     config._register_custom_module({NVFP4Linear: NVFP4LoraLinear})
@@ -205,12 +204,12 @@ def load_adapter(
         model: transformers model whose linear layers are [`NVFP4Linear`].
         adapter: folder or Hub id of a PEFT LoRA adapter.
         adapter_name, is_trainable, kwargs: as in `PeftModel.from_pretrained`.
-        allow_other_base: take a model with other weights than those that the run recorded, in the folder or beside what was published. A
-            model in another format than the run's base is not compared.
+        allow_other_base: take a model with other weights than those that the run recorded, in the folder or beside what
+            was published. A model in another format than the run's base is not compared.
 
     Raises:
-        `ValueError`: `model` has other weights; the adapter is not as it was sealed, or its file lacks tensors, which PEFT would start from
-            random numbers and zeros.
+        `ValueError`: `model` has other weights; the adapter is not as it was sealed, or its file lacks tensors, which
+            PEFT would start from random numbers and zeros.
     """
     hub: dict[str, Any] = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
     if (folder := _folder_of(str(adapter), hub)) is not None:
@@ -234,7 +233,7 @@ def load_adapter(
 
 
 def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
-    """Where an adapter's files are: its folder, or that of the Hub's cache with those that were asked for; `None` where the Hub has no manifest of it."""
+    """Folder of an adapter's files, here or in the Hub's cache; `None` if the Hub has no manifest of it."""
     if os.path.isdir(adapter):
         return Path(adapter, hub.get("subfolder") or "")
     try:
@@ -247,12 +246,7 @@ def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
 
 
 def require_whole(folder: str | os.PathLike, model: PeftModel, adapter_name: str) -> None:
-    """Refuse a folder whose adapter is only part of what it would be loaded into, which PEFT would take without a word, or not finite. Nothing is
-    said of one without the file (a sharded state, another format).
-
-    Raises:
-        `ValueError`: says what is wrong.
-    """
+    """Refuse a folder with only part of the adapter's tensors, which PEFT would take silently, or not finite ones."""
     if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
         return
     require_finite(file)
@@ -261,8 +255,8 @@ def require_whole(folder: str | os.PathLike, model: PeftModel, adapter_name: str
     wanted = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
     if missing := sorted(set(wanted) - found):
         raise ValueError(
-            f"{file} lacks {len(missing)} of {len(wanted)} tensors of its adapter, e.g. {missing[0]}: they would start from random numbers "
-            "and zeros. Name a whole checkpoint, or copy the file again."
+            f"{file} lacks {len(missing)} of {len(wanted)} tensors of its adapter, e.g. {missing[0]}: they would "
+            "start from random numbers and zeros. Name a whole checkpoint, or copy the file again."
         )
 
 
@@ -275,8 +269,8 @@ def _check_sealed(adapter: str, folder: Path) -> None:
         wrong = seal.added(folder)
     if wrong:
         raise ValueError(
-            f"{adapter} is not as it was sealed: {'; '.join(wrong)}. Copy or download it again. If the change was meant, remove "
-            f"{seal.MANIFEST_NAME} there: it is loaded unverified then."
+            f"{adapter} is not as it was sealed: {'; '.join(wrong)}. Copy or download it again. If the change was "
+            f"meant, remove {seal.MANIFEST_NAME} there: it is loaded unverified then."
         )
 
 
@@ -288,9 +282,10 @@ def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
         return
     if (now := base_sha256(model)) not in (None, then):
         raise ValueError(
-            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}): "
-            f"it has the same shapes, or was loaded in a dtype that rounds it otherwise than the run's, {settings.get('dtype', 'unknown')}. Load the "
-            "run's own base, or take this one all the same: allow_other_base=True."
+            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} (fingerprint "
+            f"{then[:12]}, this model's {now[:12]}): it has the same shapes, or was loaded in a dtype that rounds it "
+            f"otherwise than the run's, {settings.get('dtype', 'unknown')}. Load the run's own base, or take this one "
+            "all the same: allow_other_base=True."
         )
 
 
@@ -300,47 +295,43 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def check_adapter(model: nn.Module) -> None:
-    """Refuse an adapter that cannot train, and warn about what would train badly.
-
-    Raises:
-        `ValueError`: a PEFT method other than LoRA, no layer carries an adapter, no parameter of it is trainable, or a packed
-            tensor was made trainable.
-    """
+    """Refuse an adapter that cannot train, and warn about what would train badly."""
     for config in getattr(model, "peft_config", {}).values():
         check_is_lora(config)
     layers = adapted_layers(model)
     if not layers:
         linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ValueError(
-            "The adapter matched no layer, so nothing would be trained. Check target_modules; the model's linear layers are "
-            f"called {', '.join(linears)}."
+            "The adapter matched no layer, so nothing would be trained. Check target_modules; the model's linear "
+            f"layers are called {', '.join(linears)}."
         )
     _check_embeddings(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not any("lora_" in name for name in trainable):
         raise ValueError(
-            f"The model carries {len(layers)} LoRA layers but none of their parameters requires a gradient. If the adapter was "
-            "loaded with PeftModel.from_pretrained, pass is_trainable=True."
+            f"The model carries {len(layers)} LoRA layers but none of their parameters requires a gradient. If the "
+            "adapter was loaded with PeftModel.from_pretrained, pass is_trainable=True."
         )
     for name, parameter in trainable.items():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"{name} holds packed {parameter.dtype} weights and was made trainable (modules_to_save?). Quantized layers "
-                "train through LoRA only: take it out of modules_to_save, or keep the layer in bf16 with "
+                f"{name} holds packed {parameter.dtype} weights and was made trainable (modules_to_save?). Quantized "
+                "layers train through LoRA only: take it out of modules_to_save, or keep the layer in bf16 with "
                 "modules_to_not_convert."
             )
     warn_of_low_precision(model)
 
 
 def _check_embeddings(model: nn.Module) -> None:
-    """Refuse an adapter on embeddings that are the output head's weight as well. (On the head itself TRL refuses one.)"""
+    """Refuse an adapter on embeddings that are tied to the output head."""
     if not isinstance(model, PeftModel):
         return
     base: Any = model.get_base_model()
     if isinstance(base.get_input_embeddings(), LoraLayer) and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
-            "The adapter's targets match the embeddings, and this model's output head is tied to them: the adapter would act at the input only, "
-            "and a merge would change the head too. Leave the embeddings out of target_modules."
+            "The adapter's targets match the embeddings, and this model's output head is tied to them: the adapter "
+            "would act at the input only, and a merge would change the head too. Leave the embeddings out of "
+            "target_modules."
         )
 
 
@@ -350,8 +341,8 @@ def warn_of_low_precision(model: nn.Module) -> None:
     low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
     if low and not getattr(model, "is_loaded_in_4bit", False):  # TRL itself casts bitsandbytes adapters to bf16
         logger.warning(
-            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is trained in "
-            "float32 (dtype=float32; bf16=True still computes in bf16).",
+            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is "
+            "trained in float32 (dtype=float32; bf16=True still computes in bf16).",
             len(low),
             trainable[low[0]].dtype,
             low[0],
@@ -359,19 +350,19 @@ def warn_of_low_precision(model: nn.Module) -> None:
 
 
 def warn_of_dropout(model: nn.Module) -> None:
-    """Say by name what of the model drops activations in the update and not in the rollout: the ratio of the two policies is then never 1.
+    """Warn of dropout in the model: the update uses it and the rollout does not, so their ratio is never 1.
 
     An adapter's own dropout (`lora_dropout`, 0.05 in TRL's scripts) is small beside it and chosen by the user.
     """
-    config = model.config.get_text_config()  # type: ignore[operator,union-attr]  # a model of transformers, or of PEFT around one
+    config = model.config.get_text_config()  # type: ignore[operator,union-attr]
     rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
     for module in model.modules():  # attention computes its own, with a number that it keeps
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
     fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0 and v in rates}
     if fields:
         logger.warning(
-            "The update drops activations (%s) and the rollout does not, so the two policies differ by chance at every step, without any "
-            "noise of ours. Set model_init_kwargs=%s, unless it is meant.",
+            "The update drops activations (%s) and the rollout does not, so the two policies differ by chance at "
+            "every step, without any noise of ours. Set model_init_kwargs=%s, unless it is meant.",
             ", ".join(f"{name}={value:g}" for name, value in fields.items()),
             dict.fromkeys(fields, 0.0),
         )
@@ -379,10 +370,10 @@ def warn_of_dropout(model: nn.Module) -> None:
 
 @torch.no_grad()
 def prepare_trainable(model: nn.Module) -> list[str]:
-    """Keep trainable norms (`modules_to_save`) in float32, with outputs in the dtype of their inputs, and rows of `trainable_token_indices`.
+    """Keep trainable norms and `trainable_token_indices` in float32; a norm's output keeps its input's dtype.
 
-    PEFT copies them in the base's bf16, where no small step ever lands. A float32 weight makes the norm's output float32,
-    and generation runs outside autocast, so a forward hook casts back.
+    PEFT copies them in the base's bf16, where no small step ever lands. A float32 weight makes the norm's output
+    float32, and generation runs outside autocast, so a forward hook casts back.
 
     Returns:
         The names of the norms that were prepared.

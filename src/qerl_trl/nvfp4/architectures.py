@@ -1,10 +1,10 @@
-"""What is known about architectures beyond their module classes: one table of data, read by trainer, engine and exporter.
+"""Architectures beyond their module classes: one table of data, read by trainer, engine and exporter.
 
-`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3): transformers names the projections alike.
-An architecture that differs has a row of its own in `ROWS`.
+`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3): transformers names the
+projections alike. An architecture that differs has a row of its own in `ROWS`.
 
-Three things hold for every architecture. `TOWERS` see pictures and sound, and `ROUTERS` choose experts: both stay dense, and adapters stay
-out of them unless they are asked for. Output heads stay dense.
+Three things hold for every architecture. `TOWERS` see pictures and sound, and `ROUTERS` choose experts: both stay
+dense, and adapters stay out of them unless they are asked for. Output heads stay dense.
 """
 
 import dataclasses
@@ -49,8 +49,9 @@ class Architecture:
     """One row.
 
     Args:
-        fused: vLLM's layer -> the checkpoint's linears that it runs as one matrix, in row order. They share one storage and one global
-            scale, so they are packed all or none. Itself alone, where the checkpoint's matrix is fused already.
+        fused: vLLM's layer -> the checkpoint's linears that it runs as one matrix, in row order. They share one storage
+            and one global scale, so they are packed all or none. Itself alone, where the checkpoint's matrix is fused
+            already.
         heads: names of output heads. They are never quantized: TRL computes log-probabilities from their weight.
         dense: further linears that stay dense: gates of a few outputs, whose errors reach every token of a state.
         unadapted: further linears that get no adapter by default. Those in `dense` get none either.
@@ -80,7 +81,8 @@ _DELTA_NET = dataclasses.replace(DECODER, dense=("in_proj_a", "in_proj_b", "in_p
 _MAMBA = dataclasses.replace(DECODER, unadapted=("mamba.out_proj", "mixer.out_proj"))
 _SHORT_CONVOLUTIONS = dataclasses.replace(
     DECODER,
-    outside_vllm="vLLM builds the projections of its short convolutions as plain dense layers, which hold neither packed weights nor an adapter",
+    outside_vllm="vLLM builds the projections of its short convolutions as plain dense layers, which hold neither packed "
+    "weights nor an adapter",
 )
 _GEMMA_NANO = dataclasses.replace(
     DECODER,
@@ -129,7 +131,7 @@ def dense_by_default(model_type: str | None) -> tuple[str, ...]:
 def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
     """Names of modules that "all linear layers" leaves out, of those that a model with this configuration can have."""
     text = config.get_text_config(decoder=True)
-    row = architecture_of(getattr(text, "model_type", None))
+    row = architecture_of(text.model_type)
     towers = TOWERS if text is not config else ()
     routers = ROUTERS if has_experts(config) else ()
     return (*towers, *routers, *row.dense, *row.unadapted)

@@ -7,17 +7,19 @@
     global scale         X.weight_global_scale  F32 (1,), divides  X.weight_scale_2  F32 (), multiplies
     activation scales    X.input_global_scale   ignored            X.input_scale     ignored
 
-Codes and block scales are the same bytes in both, and in ours. Only the global scale changes: ModelOpt's is the reciprocal.
+Codes and block scales are the same bytes in both, and in ours. Only the global scale changes: ModelOpt's is the
+reciprocal.
 
-**Weight-only reading of W4A4 checkpoints.** ModelOpt's "NVFP4" and compressed-tensors' "NVFP4" preset also quantize activations at run
-time. Their weights are ordinary NVFP4 weights, so they are read, and the activation (and KV cache) scales are ignored. Refused is what
-*cannot* be read that way: configurations that quantize activations only, weights that make sense only after the activations were
-transformed (rotations, AWQ pre-scales, SVDQuant), sparse weights, and mixed precision but for ModelOpt's of NVFP4 and FP8 layers: there the
-NVFP4 layers stay packed and the FP8 layers are read as dense ones (fp8.py).
+**Weight-only reading of W4A4 checkpoints.** ModelOpt's "NVFP4" and compressed-tensors' "NVFP4" preset also quantize
+activations at run time. Their weights are ordinary NVFP4 weights, so they are read, and the activation (and KV cache)
+scales are ignored. Refused is what *cannot* be read that way: configurations that quantize activations only, weights
+that make sense only after the activations were transformed (rotations, AWQ pre-scales, SVDQuant), sparse weights, and
+mixed precision but for ModelOpt's of NVFP4 and FP8 layers: there the NVFP4 layers stay packed and the FP8 layers are
+read as dense ones (`format.dequantize_fp8`).
 
-This file is the only reader of quantization configurations (`parse_quantization_config`) and the only judge of which layer is quantized
-(`Selection.is_quantized`): the trainer's quantizer, the offline quantizer and the engine (`rollout/vllm/quantization.py`) call it, on the
-names that the layers have in transformers.
+This file is the only reader of quantization configurations (`parse_quantization_config`) and the only judge of which
+layer is quantized (`Selection.is_quantized`): the trainer's quantizer, the offline quantizer and the engine
+(`rollout/vllm/quantization.py`) call it, on the names that the layers have in transformers.
 """
 
 import dataclasses
@@ -78,16 +80,16 @@ LAYOUTS = {
 }
 
 
-# --- which layer is quantized -----------------------------------------------------------------------------------------------------
+# --- which layer is quantized -----------------------------------------------------------------------------------------
 
 
 def name_matches(name: str, entry: str) -> bool:
     """Whether a module name is meant by an entry of `modules_to_not_convert` (or of a checkpoint's ignore list).
 
-    "lm_head", "down_proj", "model.layers.1"   whole dotted components, anywhere: the last hits model.layers.1.mlp.up_proj and
-                                               not model.layers.11.mlp.up_proj
+    "lm_head", "down_proj", "model.layers.1"   whole dotted components, anywhere: the last hits model.layers.1.mlp and
+                                               not model.layers.11.mlp
     "*.mlp.down_proj", "model.layers.[0-3].*"  shell pattern, over the whole name
-    "re:.*layers\\.(0|1)\\..*"                   regular expression, matched from the start (compressed-tensors' notation)
+    "re:.*layers\\.(0|1)\\..*"                   regular expression, matched from the start, as in compressed-tensors
     """
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
@@ -101,7 +103,7 @@ def matches_any(name: str, entries: Iterable[str]) -> bool:
 
 
 def pattern_of(names: Iterable[str]) -> str:
-    """One regular expression for the whole name of every module that the plain `names` mean, in `name_matches`' sense."""
+    """One regular expression for the whole name of every module that `names` mean, as in `name_matches`."""
     return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, names))})(?:\..*)?"
 
 
@@ -128,10 +130,11 @@ class Selection:
     """Which linear layers of a model are NVFP4: those that `targets` means, but for those that `ignore` means.
 
     Args:
-        layout: how their weights lie on disk, a key of `LAYOUTS`; None: dense, they are quantized while they are loaded.
+        layout: how their weights lie on disk, a key of `LAYOUTS`; None: dense, they are quantized while they are
+            loaded.
         ignore: entries as in `name_matches`.
         targets: compressed-tensors' notation: the class name "Linear", or entries as in `name_matches`.
-        fp8: entries as in `name_matches`, of layers that lie there as FP8 (`fp8.py`) and are dense here.
+        fp8: entries as in `name_matches`, of layers that lie there as FP8 (`format.dequantize_fp8`) and are dense here.
     """
 
     layout: str | None = None
@@ -148,11 +151,8 @@ class Selection:
         return dataclasses.replace(self, ignore=(*self.ignore, *entries))
 
     def is_quantized(self, name: str, columns: int) -> bool:
-        """Whether the linear layer `name` with `columns` input features is NVFP4. Output heads never are, nor, where we choose, are rows
-        that do not divide into blocks.
-
-        Raises:
-            `ValueError`: a checkpoint says that it is, but its rows do not divide into blocks.
+        """Whether the linear layer `name` with `columns` input features is NVFP4. Output heads never are, nor, where we
+        choose, are rows that do not divide into blocks.
         """
         if name in DECODER.heads or matches_any(name, self.ignore) or self.is_fp8(name):
             return False
@@ -160,8 +160,8 @@ class Selection:
             return False
         if columns % BLOCK_SIZE and self.layout is not None:
             raise ValueError(
-                f"{name}: in_features={columns} is not a multiple of {BLOCK_SIZE}, the NVFP4 block, so the checkpoint cannot hold it "
-                "packed. If it is dense there, its quantization config should ignore it: "
+                f"{name}: in_features={columns} is not a multiple of {BLOCK_SIZE}, the NVFP4 block, so the checkpoint "
+                "cannot hold it packed. If it is dense there, its quantization config should ignore it: "
                 f"NVFP4Config(modules_to_not_convert=[{name!r}]), or the engine's option ignore."
             )
         return columns % BLOCK_SIZE == 0
@@ -172,19 +172,15 @@ def linears_to_quantize(
 ) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
     """(linear layers that become NVFP4, linear layers that stay dense) of a transformers model, by name.
 
-    Besides what `selection` leaves out, dense stay the output head, linears whose weight is tied, what the model's class keeps in
-    float32, subclasses of `nn.Linear`, and, where the checkpoint is dense, what `architectures.dense_by_default` names and widths that are
-    no multiple of the block (with a warning).
-
-    Raises:
-        `ValueError`: nothing is left to quantize, a packed layer's width is no multiple of the block, or mixture-of-experts tensors that
-            `selection.ignore` does not name.
+    Besides what `selection` leaves out, dense stay the output head, linears whose weight is tied, what the model's
+    class keeps in float32, subclasses of `nn.Linear`, and, where the checkpoint is dense, what
+    `architectures.dense_by_default` names and widths that are no multiple of the block (with a warning).
     """
     quantized, dense = divided(model, selection)
     if not quantized:
         raise ValueError(
-            f"no nn.Linear of {type(model).__name__} is left to quantize (modules_to_not_convert={list(selection.ignore)}). Load it "
-            "without NVFP4Config, or skip less."
+            f"no nn.Linear of {type(model).__name__} is left to quantize "
+            f"(modules_to_not_convert={list(selection.ignore)}). Load it without NVFP4Config, or skip less."
         )
     _refuse_experts(model, selection)
     return quantized, dense
@@ -198,7 +194,7 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
     chosen = selection.without([*kept, *(model._keep_in_fp32_modules or ())])
     if selection.layout is None:
         text = model.config.get_text_config(decoder=True)
-        chosen = chosen.without(dense_by_default(getattr(text, "model_type", None)))
+        chosen = chosen.without(dense_by_default(text.model_type))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     plain = {name: module for name, module in linears.items() if type(module) is nn.Linear}
     quantized = {name: module for name, module in plain.items() if chosen.is_quantized(name, module.in_features)}
@@ -218,8 +214,9 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
 
 
 _EXPERTS_DENSE = (
-    "NVFP4Config(modules_to_not_convert=['experts']). Then they keep their memory, rollouts need use_vllm=False, and most of these models can be "
-    "published as an adapter only: merging them and saving their base are refused (the page 'Which models work' says for which)."
+    "NVFP4Config(modules_to_not_convert=['experts']). Then they keep their memory, rollouts need use_vllm=False, and "
+    "most of these models can be published as an adapter only: merging them and saving their base are refused (the "
+    "page 'Which models work' says for which)."
 )
 
 
@@ -232,26 +229,27 @@ def _refuse_experts(model: nn.Module, selection: Selection) -> None:
     experts = [name for name in expert_tensors(model) if not matches_any(name, selection.ignore)]
     if not experts:
         return
-    what = f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights and "
+    what = f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights "
+    what += "and "
     if selection.layout is None:
         raise ValueError(
-            f"{what}cannot be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. To leave them "
-            f"dense, name them: {_EXPERTS_DENSE}"
+            f"{what}cannot be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. "
+            f"To leave them dense, name them: {_EXPERTS_DENSE}"
         )
     raise ValueError(
-        f"{what}are packed in this checkpoint, which qerl_trl does not read yet: it reads packed linears. Start from the unquantized "
-        f"model, with its experts left dense: {_EXPERTS_DENSE}"
+        f"{what}are packed in this checkpoint, which qerl_trl does not read yet: it reads packed linears. Start from "
+        f"the unquantized model, with its experts left dense: {_EXPERTS_DENSE}"
     )
 
 
-# --- configurations ---------------------------------------------------------------------------------------------------------------
+# --- configurations ---------------------------------------------------------------------------------------------------
 
 
 def parse_quantization_config(config: Mapping[str, Any], where: str) -> Selection:
     """Read the `quantization_config` of a checkpoint (or ModelOpt's hf_quant_config.json). `where` names it in errors.
 
-    Raises `ValueError` for everything that is not plain NVFP4 weights: other methods and formats, mixed precision, transformed, sparse or
-    activation-only quantization.
+    Raises `ValueError` for everything that is not plain NVFP4 weights: other methods and formats, mixed precision,
+    transformed, sparse or activation-only quantization.
     """
     method = config.get("quant_method")
     if method == "compressed-tensors":
@@ -260,7 +258,8 @@ def parse_quantization_config(config: Mapping[str, Any], where: str) -> Selectio
         return _parse_modelopt(config, where)
     raise _unread(
         where,
-        f"quant_method={method!r} is not an NVFP4 checkpoint (compressed-tensors 'nvfp4-pack-quantized' or ModelOpt 'NVFP4')",
+        f"quant_method={method!r} is not an NVFP4 checkpoint (compressed-tensors 'nvfp4-pack-quantized' or ModelOpt "
+        "'NVFP4')",
     )
 
 
@@ -287,8 +286,9 @@ def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selectio
             what = "mixed precision is not supported" if len(groups) > 1 else "this is not NVFP4"
             raise _unread(
                 where,
-                f"config group {name!r} has format={layout!r} and (num_bits, type, group_size, strategy)={found}, symmetric="
-                f"{weights.get('symmetric', True)}; {what}: every group has to be 'nvfp4-pack-quantized' with {wanted}",
+                f"config group {name!r} has format={layout!r} and (num_bits, type, group_size, strategy)={found}, "
+                f"symmetric={weights.get('symmetric', True)}; {what}: every group has to be 'nvfp4-pack-quantized' "
+                f"with {wanted}",
             )
         targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
     ignore = check_entries(config.get("ignore") or (), f"{where}: ignore")
@@ -314,8 +314,8 @@ def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
     if algorithm not in _MODELOPT_NVFP4:
         raise _unread(
             where,
-            f"ModelOpt quant_algo={algorithm!r} is not plain NVFP4 weights; qerl_trl reads 'NVFP4', 'W4A16_NVFP4', and 'MIXED_PRECISION' of these "
-            "and 'FP8'",
+            f"ModelOpt quant_algo={algorithm!r} is not plain NVFP4 weights; qerl_trl reads 'NVFP4', 'W4A16_NVFP4', "
+            "and 'MIXED_PRECISION' of these and 'FP8'",
         )
     if inner.get("group_size") not in (None, BLOCK_SIZE):
         raise _unread(where, f"group_size={inner['group_size']}; NVFP4 blocks have {BLOCK_SIZE} weights")
@@ -331,8 +331,8 @@ def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
 def packed_head(name: str, kind: str) -> str:
     """What is said of an output head `name` that lies there as `kind`."""
     return (
-        f"the output head {name!r} is {kind}; qerl_trl reads dense heads only, because log-probabilities are computed from their weight. "
-        "Take a checkpoint that leaves it dense, or start from the unquantized model."
+        f"the output head {name!r} is {kind}; qerl_trl reads dense heads only, because log-probabilities are computed "
+        "from their weight. Take a checkpoint that leaves it dense, or start from the unquantized model."
     )
 
 
@@ -341,7 +341,7 @@ _MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
 
 
 def _parse_modelopt_mixed(inner: Mapping[str, Any], ignore: tuple[str, ...], where: str) -> Selection:
-    """ModelOpt's AutoQuantize: `quantized_layers` names each layer with its algorithm; what it does not name is dense."""
+    """ModelOpt's AutoQuantize: `quantized_layers` has each layer's algorithm; other layers are dense."""
     layers = _mapping(inner.get("quantized_layers"), f"{where}: quantized_layers")
     names: dict[str, list[str]] = {"NVFP4": [], "FP8": []}
     for name, layer in layers.items():
@@ -366,8 +366,8 @@ def _parse_modelopt_mixed(inner: Mapping[str, Any], ignore: tuple[str, ...], whe
 def _tell_of_activations(group: Mapping[str, Any], where: str) -> None:
     if group.get("input_activations"):
         logger.warning(
-            "%s also describes 4-bit activations (W4A4). Only its weights are read (W4A16); serve the result as W4A16 too, or take a weight-only "
-            "checkpoint.",
+            "%s also describes 4-bit activations (W4A4). Only its weights are read (W4A16); serve the result as "
+            "W4A16 too, or take a weight-only checkpoint.",
             where,
         )
 
@@ -382,7 +382,7 @@ def _mapping(value: Any, what: str) -> Mapping[str, Any]:
 
 
 def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json for what we save: compressed-tensors NVFP4A16 on every Linear but `ignore`."""
+    """The `quantization_config` that we save: compressed-tensors NVFP4A16 on every Linear but `ignore`."""
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -416,7 +416,7 @@ def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
 
 
 def packed_specs(name: str, rows: int, columns: int) -> tuple[TensorSpec, ...]:
-    """The three tensors we write for a packed matrix (N, K) as compressed-tensors names them; `name` ends in ".weight"."""
+    """The tensors of a packed matrix (N, K), named as in compressed-tensors; `name` ends in ".weight"."""
     return (
         TensorSpec(f"{name}_packed", torch.uint8, (rows, columns // 2)),
         TensorSpec(f"{name}_scale", torch.float8_e4m3fn, (rows, columns // BLOCK_SIZE)),

@@ -4,13 +4,15 @@ A bf16 checkpoint is quantized while it is loaded, tensor by tensor, on the devi
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-3B-Instruct", quantization_config=NVFP4Config())
 
-A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) has a `quantization_config`, which transformers does not let anyone replace.
-`from_pretrained` reads either kind; where another library calls transformers' `from_pretrained`, pass it the arguments from
-`pretrained_kwargs`, or the configuration from `load_config`.
+A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) has a `quantization_config`, which transformers does
+not let anyone replace. `from_pretrained` reads either kind; where another library calls transformers'
+`from_pretrained`, pass it the arguments from `pretrained_kwargs`, or the configuration from `load_config`.
 
-`model.save_pretrained` always writes compressed-tensors: stock transformers, vLLM and llm-compressor open it without this package.
+`model.save_pretrained` always writes compressed-tensors: stock transformers, vLLM and llm-compressor open it without
+this package.
 
-Not transformers' own `NVFP4Config` (method "nvfp4", inference on Blackwell): ours is the method "qerl_nvfp4", in memory only.
+Not transformers' own `NVFP4Config` (method "nvfp4", inference on Blackwell): ours is the method "qerl_nvfp4", in memory
+only.
 """
 
 import copy
@@ -38,17 +40,13 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..support.files import named_in_errors
-from . import (
-    checkpoints,
-    quantizer,  # noqa: F401  (its decorator registers the quantizer of this configuration)
-    shards,
-)
+from . import checkpoints, headers, quantizer  # noqa: F401  (its decorator registers the quantizer of this configuration)
 from .format import SCALE_RULES
 
 logger = logging.get_logger(__name__)
 
 
-# --- the configuration ------------------------------------------------------------------------------------------------------------
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 
 @register_quantization_config(checkpoints.METHOD)
@@ -57,13 +55,14 @@ class NVFP4Config(QuantizationConfigMixin):
 
     Args:
         scale_rule: "rtn" (plain rounding, the QeRL paper), "four_over_six" or "neighbor_sweep" (see `qerl_trl.nvfp4`).
-        modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings, which always stay:
-            whole dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular expressions
-            ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
+        modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings: whole
+            dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular
+            expressions ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
         compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
         source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
-        source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by `load_config`.
-        source_fp8: which of its modules are FP8, and become dense (`fp8.py`). Set by `load_config`.
+        source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by
+            `load_config`.
+        source_fp8: which of its modules are FP8, and become dense (`format.dequantize_fp8`). Set by `load_config`.
     """
 
     def __init__(
@@ -80,7 +79,8 @@ class NVFP4Config(QuantizationConfigMixin):
         if unknown:
             known = [name for name in inspect.signature(NVFP4Config).parameters if name != "unknown"]
             raise ValueError(
-                f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}. Leave it out; there are {', '.join(known)}."
+                f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}. Leave it out; there are "
+                f"{', '.join(known)}."
             )
         if scale_rule not in SCALE_RULES:
             raise ValueError(
@@ -90,7 +90,7 @@ class NVFP4Config(QuantizationConfigMixin):
         name = str(compute_dtype).removeprefix("torch.")
         if name not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"compute_dtype={compute_dtype!r} must be 'bfloat16', 'float16' or 'float32'.")
-        self.quant_method = checkpoints.METHOD  # type: ignore[assignment]  # a registered name; transformers declares its own enum
+        self.quant_method = checkpoints.METHOD  # type: ignore[assignment]  # transformers declares its own enum
         self.scale_rule = scale_rule
         self.modules_to_not_convert = list(skipped)
         self.compute_dtype = name
@@ -115,11 +115,7 @@ class NVFP4Config(QuantizationConfigMixin):
         return self._dense_linears
 
     def linears_to_quantize(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
-        """The linear layers of `model` that become (or are) NVFP4, by name; those that do not are noted for config.json.
-
-        Raises:
-            `ValueError`: as `layouts.linears_to_quantize`.
-        """
+        """The linear layers of `model` that become (or are) NVFP4, by name; the others are noted for config.json."""
         if self.source_format is None:
             self._warn_unmatched(model)
         quantized, dense = checkpoints.linears_to_quantize(model, self.selection)
@@ -154,7 +150,7 @@ class NVFP4Config(QuantizationConfigMixin):
     def from_checkpoint(
         cls, quantization_config: dict[str, Any], where: str, modules_to_not_convert: Iterable[str] = (), **options: Any
     ) -> "NVFP4Config":
-        """Translate the `quantization_config` of a compressed-tensors or ModelOpt checkpoint; `where` names it in errors."""
+        """Translate a compressed-tensors or ModelOpt `quantization_config`; `where` names it in errors."""
         selection = checkpoints.parse_quantization_config(quantization_config, where).without(modules_to_not_convert)
         return cls(
             modules_to_not_convert=list(selection.ignore),
@@ -165,10 +161,11 @@ class NVFP4Config(QuantizationConfigMixin):
         )
 
     def __repr__(self) -> str:
-        return f"NVFP4Config({', '.join(f'{name}={value!r}' for name, value in self.options().items() if name != 'quant_method')})"
+        options = (f"{name}={value!r}" for name, value in self.options().items() if name != "quant_method")
+        return f"NVFP4Config({', '.join(options)})"
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_config(
@@ -176,14 +173,21 @@ def load_config(
 ) -> PretrainedConfig:
     """`AutoConfig.from_pretrained`, with an NVFP4 checkpoint's `quantization_config` replaced by ours.
 
-    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain configuration comes back.
+    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain
+    configuration comes back.
 
     Args:
         model_id: folder or Hub repository.
         quantization_config: `compute_dtype` and further `modules_to_not_convert` are taken from it.
         kwargs: `revision`, `token`, `subfolder`, `trust_remote_code`, ... for `AutoConfig.from_pretrained`.
     """
-    _check_is_ours(quantization_config)
+    if quantization_config is not None and not isinstance(quantization_config, NVFP4Config):
+        cls = type(quantization_config)
+        raise ValueError(
+            f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config "
+            "(transformers has another class of that name, for inference on Blackwell). For other methods call "
+            "transformers' from_pretrained."
+        )
     with named_in_errors(model_id):
         config = AutoConfig.from_pretrained(model_id, **kwargs)
     stored, where = stored_quantization(model_id, config, **kwargs)
@@ -201,6 +205,11 @@ def load_config(
     return config
 
 
+def quantization_of(config: PretrainedConfig) -> Any:
+    """The `quantization_config` of a model's configuration, `None` where it has none."""
+    return getattr(config, "quantization_config", None)
+
+
 def stored_quantization(
     model_id: str | os.PathLike, config: PretrainedConfig | None = None, **kwargs: Any
 ) -> tuple[dict[str, Any] | None, str]:
@@ -213,7 +222,7 @@ def stored_quantization(
     if config is None:
         with named_in_errors(model_id):
             config = AutoConfig.from_pretrained(model_id, **kwargs)
-    stored = getattr(config, "quantization_config", None)
+    stored = quantization_of(config)
     if stored is None:
         return _modelopt_sidecar(model_id, **kwargs), f"{model_id}: hf_quant_config.json"
     return stored if isinstance(stored, dict) else stored.to_dict(), f"{model_id}: config.json: quantization_config"
@@ -222,23 +231,24 @@ def stored_quantization(
 def pretrained_kwargs(
     model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """The arguments that make `AutoModelForCausalLM.from_pretrained(model_id, ...)` give an NVFP4 model, whatever `model_id` holds.
+    """Arguments for `AutoModelForCausalLM.from_pretrained(model_id, ...)` that give an NVFP4 model.
 
-    `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for `load_config`.
+    `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for
+    `load_config`.
 
     Raises:
-        `ValueError`: what lies in a folder is no whole checkpoint (see `shards.read_folder`); a file is named.
+        `ValueError`: what lies in a folder is no whole checkpoint (see `headers.read_folder`); a file is named.
     """
     if os.path.isdir(model_id):
-        shards.read_folder(Path(model_id, kwargs.get("subfolder") or ""))
+        headers.read_folder(Path(model_id, kwargs.get("subfolder") or ""))
     config = load_config(model_id, quantization_config, **kwargs)
-    if getattr(config, "quantization_config", None) is None:
+    if quantization_of(config) is None:
         return {"quantization_config": quantization_config or NVFP4Config()}
     return {"config": config}
 
 
 def auto_class_of(config: PretrainedConfig, architecture: str | None = None) -> Any:
-    """What a checkpoint is loaded by so that it is the model which TRL trains: the class that its configuration names, with the tower that it may have.
+    """The auto class that loads a checkpoint as TRL does: as its configuration names it, with a vision tower if any.
 
     Args:
         architecture: name of the class; by default the configuration's first.
@@ -257,11 +267,11 @@ def from_pretrained(
     model_class: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository), by default as the class that TRL
-    loads it as ([`auto_class_of`]).
+    """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository), by
+    default as the class that TRL loads it as ([`auto_class_of`]).
 
-    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...), and to the model's configuration what
-    it has (`num_labels`, ...), as in transformers.
+    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...), and to the
+    model's configuration what it has (`num_labels`, ...), as in transformers.
     """
     hub = {
         key: kwargs[key]
@@ -280,16 +290,6 @@ def from_pretrained(
         known = kwargs.get("config") or chosen.get("config") or AutoConfig.from_pretrained(model_id, **hub)
         model_class = auto_class_of(known)
     return model_class.from_pretrained(model_id, **{**kwargs, **chosen})
-
-
-def _check_is_ours(quantization_config: Any) -> None:
-    if quantization_config is None or isinstance(quantization_config, NVFP4Config):
-        return
-    cls = type(quantization_config)
-    raise ValueError(
-        f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config (transformers has another "
-        "class of that name, for inference on Blackwell). For other methods call transformers' from_pretrained."
-    )
 
 
 def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, Any] | None:

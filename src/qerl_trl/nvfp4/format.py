@@ -1,4 +1,4 @@
-"""NVFP4: four bits a weight, taught and implemented in plain PyTorch. The reference that every kernel is tested against.
+"""NVFP4: four bits a weight, explained and implemented in plain PyTorch. The reference for every kernel.
 
 **The element.** A 4-bit float `E2M1`: one sign bit, two exponent bits, one mantissa bit. It can say eight magnitudes:
 
@@ -8,44 +8,46 @@
 The step between neighbours is 0.5 below 2, then 1, then 2: relative precision is roughly constant, as in every float.
 On its own this grid is useless for a weight of 0.013, hence two scales.
 
-**Two scales.** Sixteen neighbours along a row (along the *input* dimension K) form a block with one 8-bit float `E4M3` as its scale
-(4 exponent bits, 3 mantissa bits, 2^-9 ... 448, no infinity). All blocks of a tensor share one float32, the *global scale*, which
-brings the block scales into E4M3's range. With `N` output rows, `K` input columns:
+**Two scales.** Sixteen neighbours along a row (along the *input* dimension K) form a block with one 8-bit float `E4M3`
+as its scale (4 exponent bits, 3 mantissa bits, 2^-9 ... 448, no infinity). All blocks of a tensor share one float32,
+the *global scale*, which brings the block scales into E4M3's range. With `N` output rows, `K` input columns:
 
     W[n, k]  =  e2m1(code[n, k]) * e4m3(block_scale[n, k // 16]) / global_scale
 
-The global scale **divides**: that is the convention of compressed-tensors, the layout we read and write. ModelOpt stores the
-reciprocal and multiplies; `qerl_trl.nvfp4.checkpoints` converts. 4 bits + 8/16 bits = 4.5 bits a weight, 0.5625 bytes.
+The global scale **divides**: that is the convention of compressed-tensors, the layout we read and write. ModelOpt
+stores the reciprocal and multiplies; `qerl_trl.nvfp4.checkpoints` converts. 4 bits + 8/16 bits = 4.5 bits a weight,
+0.5625 bytes.
 
-**In memory.** Two codes a byte, the even column in the low nibble, plain row-major (nothing is swizzled, so a row slice of a matrix
-is the matrix of these rows):
+**In memory.** Two codes a byte, the even column in the low nibble, plain row-major (nothing is swizzled, so a row slice
+of a matrix is the matrix of these rows):
 
     packed        uint8   (N, K/2)     byte j of a row = code[2j] | code[2j+1] << 4
-    block_scale   uint8   (N, K/16)    the E4M3 bit patterns (uint8, because nothing casts or averages a uint8 by accident)
+    block_scale   uint8   (N, K/16)    the E4M3 bit patterns (uint8: nothing casts or averages it by accident)
     global_scale  float32 (1,)
 
-**A worked example.** A block whose largest magnitude is 0.3, in a tensor whose largest is 1.2. Ideal global scale: the block holding
-1.2 should get the largest block scale, 1.2 = 6 * 448 / g, so g = 2688 / 1.2 = 2240. We round it *down* to a power of two, g = 2048.
-Block scale: 0.3 should become code 7 (= 6), so s = 0.3 / 6 * 2048 = 102.4, of which E4M3 stores 104. The block's unit is
-104 / 2048 = 0.05078. The weight 0.1 is 1.969 units; the nearest code is 4 (= 2): stored as 0.1016. The weight 0.3 is 5.9 units,
-code 7: 0.3047. The weight 0.01 is 0.197 units, code 0.
+**A worked example.** A block whose largest magnitude is 0.3, in a tensor whose largest is 1.2. Ideal global scale: the
+block holding 1.2 should get the largest block scale, 1.2 = 6 * 448 / g, so g = 2688 / 1.2 = 2240. We round it *down* to
+a power of two, g = 2048. Block scale: 0.3 should become code 7 (= 6), so s = 0.3 / 6 * 2048 = 102.4, of which E4M3
+stores 104. The block's unit is 104 / 2048 = 0.05078. The weight 0.1 is 1.969 units; the nearest code is 4 (= 2): stored
+as 0.1016. The weight 0.3 is 5.9 units, code 7: 0.3047. The weight 0.01 is 0.197 units, code 0.
 
-**Why a power of two.** e2m1 * e4m3 has at most 6 significant bits, so with a power-of-two global scale every dequantized weight is
-exact in bfloat16, and moving block scales to another global scale (so that q, k and v can share one) is an exponent shift: exact.
-It costs at most 0.21 % of mean squared error. For the same reason our block scales never go below 2^-6, the smallest *normal* E4M3
-number: the Marlin kernels flush subnormal ones to zero.
+**Why a power of two.** e2m1 * e4m3 has at most 6 significant bits, so with a power-of-two global scale every
+dequantized weight is exact in bfloat16, and moving block scales to another global scale (so that q, k and v can share
+one) is an exponent shift: exact. It costs at most 0.21 % of mean squared error. For the same reason our block scales
+never go below 2^-6, the smallest *normal* E4M3 number: the Marlin kernels flush subnormal ones to zero.
 
 **Choosing the block scale** (`scale_rule`):
 
     "rtn"             s = amax / 6, rounded to nearest. Plain rounding, what the QeRL paper does.
     "four_over_six"   also tries s = amax / 4 and keeps the better one: the codes' grid is denser below 4 than above
                       (https://arxiv.org/abs/2512.02010). 8 to 16 % less squared error than rtn.
-    "neighbor_sweep"  also tries the 8 E4M3 neighbours on each side. 15 to 27 % less squared error than rtn, 20 times slower.
+    "neighbor_sweep"  also tries the 8 E4M3 neighbours on each side. 15 to 27 % less error than rtn, 20 times slower.
 
 Less squared error is not more accuracy: that needs an evaluation. Hence rtn stays the reference point.
 
-**What is not done.** No activation quantization (weights only, W4A16), no Hadamard rotation, no calibration data, no stochastic
-rounding, no swizzled scale layout for Blackwell tensor cores, no gradient with respect to the weight: the base stays frozen.
+**What is not done.** No activation quantization (weights only, W4A16), no Hadamard rotation, no calibration data, no
+stochastic rounding, no swizzled scale layout for Blackwell tensor cores, no gradient with respect to the weight: the
+base stays frozen.
 
 Shape suffixes: N output rows, K input columns, B = K/16 blocks of a row, R rows of a chunk.
 """
@@ -80,13 +82,14 @@ class NVFP4Tensor(NamedTuple):
     global_scale: torch.Tensor
 
 
-# --- the element ------------------------------------------------------------------------------------------------------------------
+# --- the element ------------------------------------------------------------------------------------------------------
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 codes of `x` (any shape, float; no NaN): uint8, one code a byte. Ties go to the even code, |x| > 6 saturates.
+    """Nearest E2M1 codes (uint8) of `x` (float, no NaN). Ties go to the even code, |x| > 6 saturates.
 
-    The code is the number of grid steps plus two for each exponent: 1.5 is 3 steps in [1, 2), code 3; 3 is 3 steps in [2, 4), code 5.
+    The code is the number of grid steps plus two for each exponent: 1.5 is 3 steps in [1, 2), code 3; 3 is 3 steps in
+    [2, 4), code 5.
     """
     magnitude = x.to(torch.float32, copy=True)
     sign = (magnitude.view(torch.int32) >> 28).bitwise_and_(8)
@@ -97,10 +100,11 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid_exponent(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float32 bits of 2^e (int32), and the number that rounds to the grid when it is added; magnitude float32 in [0, 6].
+    """The float32 bits of 2^e (int32), and the addend that rounds to the grid; magnitude float32 in [0, 6].
 
-    Within [2^e, 2^(e+1)) the grid step is 2^(e-1), so adding 2^(e+22), a float32 whose last bit is worth exactly that step, leaves
-    magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the step is that of e = 0.
+    Within [2^e, 2^(e+1)) the grid step is 2^(e-1), so adding 2^(e+22), a float32 whose last bit is worth exactly that
+    step, leaves magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the step is
+    that of e = 0.
     """
     exponent = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
     return exponent, (exponent + (22 << 23)).view(torch.float32)
@@ -114,8 +118,6 @@ def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """Two codes a byte: uint8 (..., K) -> uint8 (..., K/2), even column in the low nibble. K must be even."""
-    if codes.shape[-1] % 2:
-        raise ValueError(f"two codes share a byte, so the last dimension must be even; got shape {tuple(codes.shape)}")
     pairs = codes.contiguous().view(torch.int16)  # even | odd << 8
     return pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
 
@@ -125,14 +127,14 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-# --- the scales -------------------------------------------------------------------------------------------------------------------
+# --- the scales -------------------------------------------------------------------------------------------------------
 
 
 def power_of_two_global_scale(amax: torch.Tensor | float) -> torch.Tensor:
     """Largest power of two g with g * amax <= 2688 = 6 * 448, as float32 (1,) on `amax`'s device.
 
-    `amax` is the largest magnitude of the tensor (or of the group that shares the scale). 0 (an all-zero tensor) gives 1.
-    Raises `ValueError` when it is not finite.
+    `amax` is the largest magnitude of the tensor (or of the group that shares the scale). 0 (an all-zero tensor) gives
+    1. Raises `ValueError` when it is not finite.
     """
     amax = torch.as_tensor(amax, dtype=torch.float32).reshape(1)
     if not bool(torch.isfinite(amax)):
@@ -150,8 +152,9 @@ def rescale(
 ) -> tuple[torch.Tensor, bool]:
     """Move block scales from one global scale to another: uint8 (N, B) -> (uint8 (N, B), exact).
 
-    `exact` says that every scale still stands for the same unit, block_scale / global_scale, bit for bit; then no code has to change.
-    It is so when the quotient of the global scales is a power of two and no block scale leaves [2^-6, 448]; ones that do are clamped.
+    `exact` says that every scale still stands for the same unit, block_scale / global_scale, bit for bit; then no code
+    has to change. It is so when the quotient of the global scales is a power of two and no block scale leaves [2^-6,
+    448]; ones that do are clamped.
     """
     old = decode_scale(block_scale)
     old_global, new_global = old_global_scale.to(old.device).reshape(1), new_global_scale.to(old.device).reshape(1)
@@ -167,17 +170,18 @@ def decode_scale(block_scale: torch.Tensor) -> torch.Tensor:
     )
 
 
-# --- the matrix -------------------------------------------------------------------------------------------------------------------
+# --- the matrix -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
-    """Quantize a matrix (N, K), K a multiple of 16, any float dtype and device. Deterministic, the same bytes on every device.
+    """Quantize a matrix (N, K), K a multiple of 16. Deterministic, the same bytes on every device.
 
     Args:
         weight_NK: the matrix. Not modified.
         scale_rule: one of `SCALE_RULES`, see the module's docstring.
-        global_scale: float32 (1,) divisor to use, e.g. one shared by q, k and v. Default: the tensor's own power of two.
+        global_scale: float32 (1,) divisor to use, e.g. one shared by q, k and v. Default: the tensor's own power of
+            two.
 
     Memory beyond the result: a few row chunks of 64 K weights (CPU) or 16 M weights (GPU), in float32.
     Raises `ValueError` for a wrong shape or rule, and for a weight that is NaN or infinite.
@@ -186,8 +190,8 @@ def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: tor
         raise ValueError(f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}.")
     if weight_NK.ndim != 2 or weight_NK.shape[1] % BLOCK_SIZE or not weight_NK.is_floating_point():
         raise ValueError(
-            f"NVFP4 needs a float matrix (N, K) with K a multiple of {BLOCK_SIZE}; got {tuple(weight_NK.shape)} {weight_NK.dtype}. "
-            "Leave such a layer unquantized (modules_to_not_convert)."
+            f"NVFP4 needs a float matrix (N, K) with K a multiple of {BLOCK_SIZE}; got {tuple(weight_NK.shape)} "
+            f"{weight_NK.dtype}. Leave such a layer unquantized (modules_to_not_convert)."
         )
     rows, columns = weight_NK.shape
     device = weight_NK.device
@@ -259,8 +263,8 @@ def _best_scale(
 ) -> torch.Tensor:
     """Per block the candidate scale with the least squared error; the first one wins a tie.
 
-    The error is measured in units of 1 / global_scale (tiny weights must not underflow when squared) and summed as a fixed binary
-    tree of halves, 16 -> 8 -> 4 -> 2 -> 1, so that a kernel can make the same choice bit for bit.
+    The error is measured in units of 1 / global_scale (tiny weights must not underflow when squared) and summed as a
+    fixed binary tree of halves, 16 -> 8 -> 4 -> 2 -> 1, so that a kernel can make the same choice bit for bit.
     """
     magnitude_RB16 = weight_RB16.abs()
     best: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -306,3 +310,17 @@ def _pair_values(device: torch.device) -> torch.Tensor:
         byte = torch.arange(256, device=device, dtype=torch.uint8)
         _PAIR_VALUES[device] = decode_e2m1(unpack(byte.unsqueeze(-1))).contiguous().view(torch.int64).view(256)
     return _PAIR_VALUES[device]
+
+
+# --- FP8 layers of a mixed ModelOpt checkpoint ------------------------------------------------------------------------
+
+#: rows that are decoded at a time: their table indices take four bytes each
+_ROWS = 1024
+
+
+@torch.no_grad()
+def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(N, K) in `dtype` of codes (N, K) float8_e4m3fn and one float32 scale, which multiplies. On the codes' device."""
+    codes = torch.arange(256, dtype=torch.uint8, device=weight.device).view(torch.float8_e4m3fn)
+    table = (codes.to(torch.float64) * scale.to(weight.device, torch.float64).reshape(())).to(dtype)
+    return torch.cat([table[rows.int()] for rows in weight.view(torch.uint8).split(_ROWS)])

@@ -1,24 +1,29 @@
-"""q/k/v and gate/up layers that share one storage and one global scale, so that vLLM's fused layer can be that very storage.
+"""q/k/v and gate/up layers with one storage and one global scale, so that vLLM's fused layer can be that storage.
 
-vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is row-major and not
-swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers can be slices of vLLM's.
+vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is
+row-major and not swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers
+can be slices of vLLM's.
 """
 
 import logging
+import os
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from .architectures import DECODER
+from .config import NVFP4Config, load_config, quantization_of
 from .format import BLOCK_SIZE, decode_scale, quantize, rescale
-from .linear import NVFP4Linear
+from .linear import NVFP4Linear, kernels_for
 
 logger = logging.getLogger(__name__)
 
 
 def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4Linear]]]]:
-    """(parent's name, [(child's name, layer), ...]) for each complete group of the architecture with one input width and device.
+    """(parent, [(child's name, layer), ...]) of each complete group with one input width and device.
 
     Sees through adapters: a PEFT layer counts as the NVFP4 layer in its `base_layer`.
     """
@@ -39,33 +44,35 @@ CACHED_BYTES = 2**29
 
 @torch.no_grad()
 def fuse_storage(model: nn.Module) -> int:
-    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Can be called again.
+    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Idempotent.
 
-    Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in the group's order. The shared global
-    scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two scales that we write, but for
-    blocks so small that their scale would fall below 2^-6: those are rounded again. A foreign checkpoint's layers whose scales cannot be
-    moved exactly keep their own, so that its weights stay bit for bit what they were.
+    Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in the group's order. The
+    shared global scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two
+    scales that we write, but for blocks so small that their scale would fall below 2^-6: those are rounded again. A
+    foreign checkpoint's layers whose scales cannot be moved exactly keep their own, so that its weights stay bit for
+    bit what they were.
     """
     groups, unshared = 0, []
     for parent, members in fused_groups(model):
         groups += 1
         layers = [layer for _, layer in members]
-        if all(layer.fused_rows for layer in layers) and len({_storage(layer.weight_packed) for layer in layers}) == 1:
+        storages = {layer.weight_packed.untyped_storage().data_ptr() for layer in layers}
+        if all(layer.fused_rows for layer in layers) and len(storages) == 1:
             continue
         if not share_global_scale(layers):
             unshared.append(parent)
         one_storage(layers)
     if unshared:
         logger.warning(
-            f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the checkpoint's cannot be "
-            "made equal without changing its weights."
+            f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the "
+            "checkpoint's cannot be made equal without changing its weights."
         )
     return groups
 
 
 @torch.no_grad()
 def one_storage(layers: list[NVFP4Linear]) -> None:
-    """Make the layers' packed weights and block scales row slices of one tensor each, in this order. Their global scales stay."""
+    """Make the packed weights and block scales row slices of one tensor each. Global scales stay."""
     rows = sum(layer.out_features for layer in layers)
     for attribute in ("weight_packed", "weight_scale"):
         parts = [getattr(layer, attribute) for layer in layers]
@@ -80,17 +87,13 @@ def one_storage(layers: list[NVFP4Linear]) -> None:
 def give_back_cached(device: torch.device) -> None:
     """Return to the GPU what torch keeps of freed tensors, once it is more than `CACHED_BYTES`.
 
-    Fusing frees two or three blocks per group, none of which is large enough for the next group: kept, they add up to the weights once more.
+    Fusing frees two or three blocks per group, none of which is large enough for the next group: kept, they add up to
+    the weights once more.
     """
-    if (
-        device.type == "cuda"
-        and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > CACHED_BYTES
-    ):
+    if device.type != "cuda":
+        return
+    if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > CACHED_BYTES:
         torch.cuda.empty_cache()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def share_global_scale(layers: list[NVFP4Linear]) -> bool:
@@ -99,7 +102,7 @@ def share_global_scale(layers: list[NVFP4Linear]) -> bool:
     shared = scales.amin().reshape(1)
     if bool((scales == shared).all()):
         return True
-    ours = all(_is_power_of_two(scale) for scale in scales.tolist())
+    ours = bool((torch.frexp(scales).mantissa == 0.5).all())  # powers of two
     moved = [rescale(layer.weight_scale, layer.global_scale, shared) for layer in layers]
     if not ours and not all(exact for _, exact in moved):
         return False
@@ -116,5 +119,95 @@ def share_global_scale(layers: list[NVFP4Linear]) -> bool:
     return True
 
 
-def _is_power_of_two(value: float) -> bool:
-    return torch.frexp(torch.tensor(value)).mantissa.item() == 0.5
+# --- matrices as the engine multiplies them ---------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """Packed layers that the engine multiplies as one, and the number of such matrices in the model."""
+
+    layers: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.number} x {' + '.join(self.layers)}"
+
+
+def packed_matrices(model: nn.Module) -> list[Matrix]:
+    """The different packed matrices of a model, which may be on the meta device."""
+    found: dict[tuple[tuple[str, ...], tuple[int, ...], int], int] = {}
+    grouped: set[int] = set()
+    for _, members in fused_groups(model):
+        layers = [layer for _, layer in members]
+        grouped.update(map(id, layers))
+        rows = tuple(layer.out_features for layer in layers)
+        key = tuple(name for name, _ in members), rows, layers[0].in_features
+        found[key] = found.get(key, 0) + 1
+    for name, layer in model.named_modules():
+        if isinstance(layer, NVFP4Linear) and id(layer) not in grouped:
+            parts = [part for part in name.split(".") if part != "base_layer"]
+            key = (parts[-1] if parts else "weight",), (layer.out_features,), layer.in_features
+            found[key] = found.get(key, 0) + 1
+    return [Matrix(*key, count) for key, count in found.items()]
+
+
+def matrices_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """{name: (rows, columns, layers in it, each with an adapter)} of the different packed matrices.
+
+    A name tells the layers of a decoder block that are in it ("q_proj + k_proj + v_proj"), and how many such matrices
+    there are.
+    """
+    return {matrix.name: (sum(matrix.rows), matrix.columns, len(matrix.rows)) for matrix in packed_matrices(model)}
+
+
+def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[Matrix]:
+    """The matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
+    config = load_config(model_id, **kwargs)
+    stored = quantization_of(config)
+    quantization = NVFP4Config() if stored is None else NVFP4Config.from_dict(stored)
+    if stored is not None:
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, linear in quantization.linears_to_quantize(model).items():
+        packed = NVFP4Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
+        model.set_submodule(name, packed)
+    return packed_matrices(model)
+
+
+def selected_for_matrices(
+    matrices: dict[str, tuple[int, ...]],
+    device: torch.device | str,
+    rank: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
+) -> list[str]:
+    """One line per matrix {name: (rows, columns[, layers])}: which kernel up to how many tokens, and why."""
+    kernels = kernels_for(torch.device(device))
+    if kernels is None:
+        return []
+    return kernels.selected_text(matrices, torch.device(device), rank, dtype, batch_invariant)
+
+
+def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = False) -> list[str]:
+    """The same for the packed matrices of a model, with an adapter of this rank (0: none)."""
+    layer = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
+    if layer is None:
+        return []
+    device, dtype = layer.weight_packed.device, layer.compute_dtype
+    return selected_for_matrices(matrices_of(model), device, rank, dtype, batch_invariant)
+
+
+def measured_by_the_user(device: torch.device) -> tuple[list[str], str]:
+    """What `qerl-trl tune` has kept for this GPU, one line per matrix, and what is wrong with it ("": nothing)."""
+    kernels = kernels_for(device)
+    if kernels is None:
+        return [], ""
+    found = kernels.select.measured_for(device.index)
+    sizes: dict[tuple[int, int, int], int] = {}
+    for rows, columns, rank, _ in found.entries:
+        sizes[rows, columns, rank] = sizes.get((rows, columns, rank), 0) + 1
+    lines = [f"{n} x {k}, rank {rank}: {count} numbers of tokens" for (n, k, rank), count in sorted(sizes.items())]
+    return lines and [str(found.path), *lines], found.problem

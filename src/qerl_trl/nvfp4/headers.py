@@ -1,9 +1,11 @@
 """What the safetensors files of a checkpoint hold, and whether it is what the model needs.
 
-safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_dense_headers`] and [`check_headers`] compare names, dtypes
-and shapes with the model before anything is loaded, [`check_scales`] and [`check_finite`] look at values.
+safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_dense_headers`] and
+[`check_headers`] compare names, dtypes and shapes with the model before anything is loaded, [`check_scales`] and
+[`check_finite`] look at values.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..support.files import leads_to
 from .architectures import DECODER
 from .checkpoints import Layout, packed_head
 from .format import BLOCK_SIZE
@@ -53,7 +56,7 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * torch_dtype(self).itemsize
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """The tensor in slices of about `size` bytes along its first dimension, on the CPU. They are mapped from the file."""
+        """The tensor in slices of about `size` bytes along its first dimension, mapped from the file."""
         with safe_open(self.file, framework="pt") as stored:
             if not self.nbytes or not self.shape:
                 yield stored.get_tensor(self.name)
@@ -64,11 +67,7 @@ class TensorInfo(NamedTuple):
 
 
 def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
-    """Tensor name -> `TensorInfo` of one or several safetensors files. Reads the headers only.
-
-    Raises:
-        `ValueError`: pickle files, damaged or truncated files, and a tensor that two files hold.
-    """
+    """Tensor name -> `TensorInfo` of one or several safetensors files. Reads the headers only."""
     tensors: dict[str, TensorInfo] = {}
     for file in map(Path, files):
         for info in _read_header(file):
@@ -92,12 +91,13 @@ def _read_header(file: Path) -> list[TensorInfo]:
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.is_file() else 0
         raise ValueError(
-            f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download it again."
+            f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download it "
+            "again."
         ) from error
     return [TensorInfo(name, file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
 
 
-# --- names, dtypes, shapes --------------------------------------------------------------------------------------------------------
+# --- names, dtypes, shapes --------------------------------------------------------------------------------------------
 
 
 def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str, torch.nn.Linear]) -> None:
@@ -106,16 +106,15 @@ def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str,
     for name in modules:
         info = tensors.get(f"{name}.weight")
         if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
-            _raise(
-                [
-                    f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for unquantized weights. "
-                    "Restore the quantization_config in config.json, and load with from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
-                ]
+            raise ValueError(
+                f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for "
+                "unquantized weights. Restore the quantization_config in config.json, and load with "
+                "from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
             )
         if info is not None and info.dtype not in _DENSE_DTYPES:
             problems.append(
-                f"{info.file}: tensor {info.name!r} is {info.dtype}; quantizing needs one of {', '.join(_DENSE_DTYPES)}. "
-                "Use the unquantized checkpoint."
+                f"{info.file}: tensor {info.name!r} is {info.dtype}; quantizing needs one of "
+                f"{', '.join(_DENSE_DTYPES)}. Use the unquantized checkpoint."
             )
     _raise(problems)
 
@@ -151,8 +150,8 @@ def check_headers(
             continue
         elif name in dense:
             problems.append(
-                f"{file}: {name!r} is packed NVFP4, but the configuration (its ignore list, or modules_to_not_convert) says that this module is "
-                "not quantized. Remove it from the list."
+                f"{file}: {name!r} is packed NVFP4, but the configuration (its ignore list, or "
+                "modules_to_not_convert) says that this module is not quantized. Remove it from the list."
             )
         else:
             problems.append(f"{file}: {name!r} belongs to no linear of the model: config.json is another model's.")
@@ -192,7 +191,7 @@ def packed_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[st
 def _check_parts(
     name: str, parts: Mapping[str, TensorInfo], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[str]:
-    """What is wrong with the tensors of one quantized layer. `wanted`: dtype and shape by last name component; `()` is one number."""
+    """Problems of one quantized layer. `wanted`: dtype and shape by last name component; `()` is one number."""
     problems = []
     file = next((info.file for info in parts.values()), "checkpoint")
     there = ", ".join(f"{info.name!r} as {info.dtype}" for info in parts.values()) or "nothing of this layer"
@@ -200,24 +199,24 @@ def _check_parts(
         info = parts.get(part)
         if info is None:
             problems.append(
-                f"{file}: tensor '{name}.{part}' is missing; it holds {there}. Download or export the checkpoint again, or put the module on the "
-                "ignore list of its quantization_config."
+                f"{file}: tensor '{name}.{part}' is missing; it holds {there}. Download or export the checkpoint "
+                "again, or put the module on the ignore list of its quantization_config."
             )
         elif info.dtype != dtype or (info.shape != shape if shape else math.prod(info.shape) != 1):
             problems.append(
-                f"{info.file}: tensor {info.name!r} is {info.dtype} {info.shape}; {dtype} {shape or 'of one number'} belongs there. Download or "
-                "export the checkpoint again."
+                f"{info.file}: tensor {info.name!r} is {info.dtype} {info.shape}; {dtype} {shape or 'of one number'} "
+                "belongs there. Download or export the checkpoint again."
             )
     for part, info in parts.items():
         if part not in (*wanted, "bias", *IGNORED_SUFFIXES):
             problems.append(
-                f"{info.file}: unexpected tensor {info.name!r} beside quantized weights may change what the weights mean (AWQ pre-scales, zero "
-                "points). Use a plain NVFP4 checkpoint."
+                f"{info.file}: unexpected tensor {info.name!r} beside quantized weights may change what the weights "
+                "mean (AWQ pre-scales, zero points). Use a plain NVFP4 checkpoint."
             )
     return problems
 
 
-# --- values -----------------------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tensor, layout: Layout, where: str) -> None:
@@ -232,7 +231,8 @@ def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tenso
     if (value if layout.divides else 1 / value) < _SMALLEST_DIVISOR:
         raise ValueError(
             f"{label}, which looks like the reciprocal of a global scale: in the {layout.name} layout it "
-            f"{'divides (2688 / amax)' if layout.divides else 'multiplies (amax / 2688)'}. Fix the exporter, or invert it."
+            f"{'divides (2688 / amax)' if layout.divides else 'multiplies (amax / 2688)'}. Fix the exporter, or "
+            "invert it."
         )
 
 
@@ -245,7 +245,7 @@ def require_finite(file: Path) -> None:
 
 
 def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | None = None) -> None:
-    """Refuse a model with a floating parameter that is not finite throughout. `where`: a tensor's name -> what holds it.
+    """Refuse a model with a parameter that is not finite. `where`: a tensor's name -> its file.
 
     What this process does not have whole (sharded, offloaded) is left out.
     """
@@ -259,8 +259,8 @@ def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
     if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
         number = int((~torch.isfinite(tensor.float())).sum())
         raise ValueError(
-            f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can be computed with it. "
-            "Download, export or train it again."
+            f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can "
+            "be computed with it. Download, export or train it again."
         )
 
 
@@ -279,12 +279,48 @@ def _raise(problems: list[str]) -> None:
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
-    """
-    Raises:
-        `ValueError`: torch has none.
-    """
+    """torch's dtype of a tensor; `ValueError` where torch has none."""
     if info.dtype not in DTYPES:
         raise ValueError(
-            f"{info.file}: tensor {info.name!r} is {info.dtype}, which qerl_trl cannot read. Convert the checkpoint to bfloat16."
+            f"{info.file}: tensor {info.name!r} is {info.dtype}, which qerl_trl cannot read. Convert the checkpoint "
+            "to bfloat16."
         )
     return DTYPES[info.dtype]
+
+
+# --- the files of a folder --------------------------------------------------------------------------------------------
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def read_folder(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of the checkpoint in `folder`, by name. Reads the index and the files' headers."""
+    files = weight_files(folder)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors file"
+        raise ValueError(f"{folder} {what}. Download it again, or convert it to safetensors (save_pretrained).")
+    return read_headers(files)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would load: one whole, those that the index names, or all."""
+    index, whole = folder / INDEX_NAME, folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's errors are ValueErrors
+        raise ValueError(f"{index} is no index of safetensors files ({error}). Download it again.") from error
+
+
+def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
+    """Refuse files outside of `folder`, symbolic links followed."""
+    for file in files:
+        if (place := leads_to(file, folder)) is not None:
+            raise ValueError(
+                f"{file} leads out of {folder}, to {place}: an index or a symbolic link in a checkpoint must not name "
+                "other files of this machine. Name the folder that holds the files themselves, or copy them here."
+            )

@@ -4,13 +4,12 @@
     backward    dx = dy W           W is decoded again from the packed bytes: no dense weight is ever kept for backward
                                     (nothing flows into W: the base is frozen, LoRA learns beside it)
 
-This file is also the one place that picks an implementation. The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device where
-they report themselves available; everything else (CPU, fp32, no triton) takes the reference: dequantize, then `F.linear`. `describe`
-says in one line which and why, and every call can ask for one by name.
+The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device where they are available; everything else (CPU, fp32,
+no triton) takes the reference: dequantize, then `F.linear`. `describe` says which and why.
 
-The state is three `uint8` parameters. Not float8, not buffers: `.to(torch.bfloat16)`, FSDP2 mixed precision, DeepSpeed's `.bfloat16()`
-and the gloo collectives all mangle float8 or float32 parameters, and DDP broadcasts buffers at every forward; uint8 parameters are
-left alone by all of them.
+The state is three `uint8` parameters, not float8 and not buffers: `.to(torch.bfloat16)`, FSDP2 mixed precision,
+DeepSpeed's `.bfloat16()` and the gloo collectives all mangle float8 or float32 parameters, and DDP broadcasts buffers
+at every forward.
 """
 
 import contextlib
@@ -33,14 +32,16 @@ from .view import DecodedWeight, read
 PACKED = LAYOUTS["compressed-tensors"].tensors
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-#: decode the weight, then an ordinary product: "decode" by the kernel, "reference" in plain PyTorch; both give the same bits
+#: decode the weight, then an ordinary product: "decode" by the kernel, "reference" in plain PyTorch; both give the same
+#: bits
 _DECODED = ("decode", "reference")
-#: "auto" leaves products of more tokens than this to cuBLAS: training has that many, decodes the weight for the gradient anyway, and its
-#: micro-batches are of every length, while each kernel for a range of lengths takes seconds to compile at its first launch
+#: "auto" leaves products of more tokens than this to cuBLAS: training has that many, decodes the weight for the
+#: gradient anyway, and its micro-batches are of every length, while each kernel for a range of lengths takes seconds to
+#: compile at its first launch
 _MOST_TOKENS = 128
 
 
-# --- which implementation ---------------------------------------------------------------------------------------------------------
+# --- which implementation ---------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -85,7 +86,7 @@ def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> Modu
 
 
 def runs_a_kernel(device: torch.device, dtype: torch.dtype, tokens: int, implementation: str = "auto") -> bool:
-    """Whether a product of so many tokens is computed from the packed bytes by a kernel. Else the weight is decoded and cuBLAS called."""
+    """Whether a kernel computes a product of so many tokens from the packed bytes; else cuBLAS does."""
     kernels = _pick(device, dtype, implementation)
     few = implementation == "kernel" or (implementation == "auto" and tokens <= _MOST_TOKENS)
     return kernels is not None and few
@@ -98,7 +99,7 @@ def decode_into(
     global_scale: torch.Tensor,
     implementation: str = "auto",
 ) -> None:
-    """Write the dense weight (N, K) into `out`, whose rows may lie apart, in its dtype: the same bits by every implementation."""
+    """Write the dense weight (N, K) into `out` (any row stride), in its dtype. All implementations agree bitwise."""
     kernels = _pick(out.device, out.dtype, implementation)
     if kernels is None:
         out.copy_(dequantize(packed, block_scale, global_scale, out.dtype))
@@ -108,14 +109,10 @@ def decode_into(
 
 @contextlib.contextmanager
 def decoded_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, every NVFP4 layer decodes its weight and leaves the product to cuBLAS, as a training step of many tokens does.
-
-    For a forward of a few tokens outside of training: it computes what training will, and needs none of the kernels for a few tokens,
-    each of which takes seconds to compile at its first launch.
-    """
-    layers = [
-        module for module in model.modules() if isinstance(module, NVFP4Linear) and module.implementation == "auto"
-    ]
+    """Inside, every NVFP4 layer decodes its weight and leaves the product to cuBLAS, as a training step of many tokens
+    does: it computes what training will, without the kernels for a few tokens, each of which takes seconds to compile
+    at its first launch."""
+    layers = [layer for layer in model.modules() if isinstance(layer, NVFP4Linear) and layer.implementation == "auto"]
     for layer in layers:
         layer.implementation = "decode"
     try:
@@ -125,7 +122,7 @@ def decoded_weights(model: nn.Module) -> Iterator[None]:
             layer.implementation = "auto"
 
 
-# --- the operation ----------------------------------------------------------------------------------------------------------------
+# --- the operation ----------------------------------------------------------------------------------------------------
 
 
 def _forward(
@@ -156,9 +153,8 @@ def _backward(
     return dy @ dequantize(packed, block_scale, global_scale, dy.dtype)
 
 
-# Under torch.compile the two functions below take their place. The kernels' package has registered its functions as operators, which the
-# compiler does not look into, so a model compiles as one graph whatever happens inside; each picks kernel or plain PyTorch when it runs.
-# Eager code calls the functions above: there the dispatcher's tens of microseconds per call would count.
+# Under torch.compile the next two take their place: the kernels are registered operators, so a model compiles as one
+# graph. In eager code the dispatcher's tens of microseconds per call would count.
 
 
 def _traced_forward(
@@ -219,9 +215,10 @@ def linear(
 ) -> torch.Tensor:
     """y = x W^T + bias for a packed W, differentiable in `x` and `bias`.
 
-    x (..., K) float; packed uint8 (N, K/2); block_scale uint8 or float8_e4m3fn (N, K/16); global_scale float32 (1,) or (N,), divides;
-    bias (N,) in x's dtype. Returns (..., N) in x's dtype. `implementation`: "auto"; "kernel", which raises where there is none (not under
-    torch.compile, which must not ask the device); "decode", the kernel that decodes, then cuBLAS; or "reference".
+    x (..., K) float; packed uint8 (N, K/2); block_scale uint8 or float8_e4m3fn (N, K/16); global_scale float32 (1,) or
+    (N,), divides; bias (N,) in x's dtype. Returns (..., N) in x's dtype. `implementation`: "auto"; "kernel", which
+    raises where there is none (not under torch.compile, which must not ask the device); "decode", the kernel that
+    decodes, then cuBLAS; or "reference".
     """
     if torch.compiler.is_compiling():
         return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation)
@@ -230,7 +227,7 @@ def linear(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-# --- the layer --------------------------------------------------------------------------------------------------------------------
+# --- the layer --------------------------------------------------------------------------------------------------------
 
 
 class NVFP4Linear(nn.Linear):
@@ -242,14 +239,15 @@ class NVFP4Linear(nn.Linear):
         weight_global_scale  uint8 (4,), the bytes of one float32 that divides
         bias                 (N,) float, or None
 
-    The dtype of the matmul: under autocast, autocast's; else the input's own when it is bf16, fp16 or fp64; a float32 input (fp32
-    norms in front, no autocast) is computed in `compute_dtype` and returned as float32.
+    The dtype of the matmul: under autocast, autocast's; else the input's own when it is bf16, fp16 or fp64; a float32
+    input (fp32 norms in front, no autocast) is computed in `compute_dtype` and returned as float32.
 
-    q/k/v and gate/up layers of one block may share one storage: each holds a row slice of it (`qerl_trl.nvfp4.fused.fuse_storage`).
-    `copy.deepcopy` and `.to(device)` of the model keep that sharing.
+    q/k/v and gate/up layers of one block may share one storage: each holds a row slice of it
+    (`qerl_trl.nvfp4.fused.fuse_storage`). `copy.deepcopy` and `.to(device)` of the model keep that sharing.
     """
 
-    #: (`weight_packed`,) of a layer that waits for another process's weights (quantizer.py), which FSDP puts in the place of this one
+    #: (`weight_packed`,) of a layer that waits for another process's weights (quantizer.py), which FSDP puts in the
+    #: place of this one
     unread: tuple[nn.Parameter] | None = None
 
     def __init__(
@@ -263,8 +261,8 @@ class NVFP4Linear(nn.Linear):
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate the dense weight
         if in_features % BLOCK_SIZE:
             raise ValueError(
-                f"in_features={in_features} is not a multiple of {BLOCK_SIZE}, the NVFP4 block. Leave this layer unquantized "
-                "(modules_to_not_convert)."
+                f"in_features={in_features} is not a multiple of {BLOCK_SIZE}, the NVFP4 block. Leave this layer "
+                "unquantized (modules_to_not_convert)."
             )
         self.in_features, self.out_features = in_features, out_features
         self.compute_dtype = compute_dtype  # also what PEFT reads as the layer's dtype
@@ -280,7 +278,7 @@ class NVFP4Linear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None
     ) -> "NVFP4Linear":
-        """Quantize a dense layer. The bias is shared with it, not copied. `compute_dtype` is the dense weight's dtype."""
+        """Quantize a dense layer. The bias is shared, not copied. `compute_dtype` is the dense weight's dtype."""
         weight = linear.weight.detach()
         return cls.from_nvfp4(quantize(weight, scale_rule, global_scale), linear.bias, weight.dtype)
 
@@ -288,14 +286,9 @@ class NVFP4Linear(nn.Linear):
     def from_nvfp4(
         cls, tensor: NVFP4Tensor, bias: torch.Tensor | None = None, compute_dtype: torch.dtype = torch.bfloat16
     ) -> "NVFP4Linear":
-        """Wrap a quantized matrix, without a copy. The block scales may be uint8 or float8_e4m3fn, the global scale one float32."""
+        """Wrap a quantized matrix, without a copy. Block scales: uint8 or float8_e4m3fn; global scale: one float32."""
         packed, block_scale, global_scale = tensor
         out_features, in_features = packed.shape[0], packed.shape[1] * 2
-        if block_scale.shape != (out_features, in_features // BLOCK_SIZE) or global_scale.numel() != 1:
-            raise ValueError(
-                f"packed {tuple(packed.shape)} needs block scales ({out_features}, {in_features // BLOCK_SIZE}) and one global "
-                f"scale; got {tuple(block_scale.shape)} and {tuple(global_scale.shape)}."
-            )
         layer = cls(in_features, out_features, bias=False, device="meta", compute_dtype=compute_dtype)
         layer.weight_packed = _frozen(packed)
         layer.weight_scale = _frozen(block_scale.view(torch.uint8))
@@ -311,9 +304,8 @@ class NVFP4Linear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
             super().__setattr__(name, value)
-        elif not (
-            isinstance(value, DecodedWeight) and value.layer is self
-        ):  # `layer.weight = layer.weight`, as PEFT's unload does
+        # `layer.weight = layer.weight`, as PEFT's unload does, changes nothing
+        elif not (isinstance(value, DecodedWeight) and value.layer is self):
             value = read(value)  # of another packed layer: before this one is dense
             self.become_dense().weight = value if isinstance(value, nn.Parameter) else _frozen(value)
 
@@ -329,16 +321,12 @@ class NVFP4Linear(nn.Linear):
 
     @property
     def nvfp4(self) -> NVFP4Tensor:
-        """The three tensors, as views (uint8, uint8, float32).
-
-        Raises:
-            `RuntimeError`: this process was to get them from another one, and has not.
-        """
+        """The three tensors, as views (uint8, uint8, float32)."""
         if self.unread is not None and self.unread[0] is self.weight_packed:
             raise RuntimeError(
-                "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first process of a machine reads them, and "
-                "accelerate hands them on when it prepares the model. Prepare this one (accelerator.prepare) before it computes, or set "
-                "fsdp_cpu_ram_efficient_loading: false in the accelerate configuration, so that every process reads every model."
+                "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first "
+                "process reads them. Prepare the model (accelerator.prepare) before it computes, or set "
+                "fsdp_cpu_ram_efficient_loading: false."
             )
         packed, block_scale = (as_bytes(tensor.detach()) for tensor in (self.weight_packed, self.weight_scale))
         return NVFP4Tensor(packed, block_scale, self.global_scale)
@@ -348,7 +336,7 @@ class NVFP4Linear(nn.Linear):
         return dequantize(*self.nvfp4, dtype or self.compute_dtype)
 
     def to_dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A frozen `nn.Linear` with the decoded weight and a copy of the bias, in `compute_dtype` unless told otherwise."""
+        """A frozen `nn.Linear` with the decoded weight and a copy of the bias, by default in `compute_dtype`."""
         dtype = dtype or self.compute_dtype
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         dense.weight = _frozen(self.dequantize(dtype))
@@ -380,7 +368,7 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4"
 
-    # --- storage shared between layers: a deepcopy or a move of the model copies the fused storage once, and slices it again
+    # --- storage shared between layers: a deepcopy or a move copies the fused storage once, and slices it again
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NVFP4Linear":
         for parameter in (self.weight_packed, self.weight_scale):
@@ -417,20 +405,17 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
     if packed is not None:
         return packed.compute_dtype
-    return model.get_input_embeddings().weight.dtype  # type: ignore[operator]  # every model of transformers and PEFT has it
+    return model.get_input_embeddings().weight.dtype  # type: ignore[operator]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The uint8 that a parameter of a packed layer was, whatever it was gathered as: FSDP 2 of torch 2.11 casts whole numbers too to the dtype of
-    mixed precision, where 0 to 255 are exact in all of them. (2.13 leaves them alone.)"""
+    """The uint8 that a parameter of a packed layer was, whatever it was gathered as: FSDP 2 of torch 2.11 casts whole
+    numbers too to the dtype of mixed precision, where 0 to 255 are exact in all of them. (2.13 leaves them alone.)"""
     return tensor if tensor.dtype == torch.uint8 else tensor.to(torch.uint8)
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-# --- storage that several layers are slices of --------------------------------------------------------------------------------------
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -445,8 +430,8 @@ def slice_like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return whole[start : start + tensor.numel()].view(tensor.shape)
 
 
-#: fn -> {address of a fused storage: what fn made of it}. `Module.to` hands one and the same closure to every layer, and the entry
-#: disappears with that closure.
+#: fn -> {address of a fused storage: what fn made of it}. `Module.to` hands one and the same closure to every layer,
+#: and the entry disappears with that closure.
 _MOVED: "weakref.WeakKeyDictionary[Callable, dict[int, torch.Tensor]]" = weakref.WeakKeyDictionary()
 
 

@@ -1,7 +1,7 @@
-"""The transformers quantizer behind `NVFP4Config` (config.py): what transformers calls while it loads and saves a model.
+"""The transformers quantizer behind `NVFP4Config`: hooks that transformers calls while it loads and saves a model.
 
-A dense checkpoint is quantized one tensor at a time, as each arrives on its device. Only hooks with one and the same signature from
-transformers 5.10.4 to 5.23 are overridden.
+A dense checkpoint is quantized one tensor at a time, as each arrives on its device. Only hooks with one and the same
+signature from transformers 5.10.4 to 5.23 are overridden.
 """
 
 import re
@@ -20,8 +20,7 @@ from transformers.utils import logging
 
 from ..support.files import note_commit, reads_for_its_machine
 from . import checkpoints, headers
-from .format import NVFP4Tensor, quantize
-from .fp8 import dequantize_fp8
+from .format import NVFP4Tensor, dequantize_fp8, quantize
 from .fused import fuse_storage
 from .linear import NVFP4Linear
 
@@ -34,7 +33,7 @@ _BYTES_PER_WEIGHT = 0.5625
 
 
 class _PackedPlaceholder(nn.Module):
-    """Stands in for a linear while a quantized checkpoint is loaded: its parameters have the checkpoint's names and dtypes."""
+    """Stands in for a linear while a quantized checkpoint is loaded, with the checkpoint's names and dtypes."""
 
     def __init__(self, linear: nn.Linear, parts: dict[str, headers.TensorInfo]):
         super().__init__()
@@ -82,13 +81,14 @@ class _Unread(nn.Module):
 
 
 def left_to_the_first() -> bool:
-    """Whether accelerate will give this process the weights that another one reads: under FSDP with `cpu_ram_efficient_loading`, all but the
-    first of a machine. transformers leaves theirs empty too, of a model that is not quantized."""
+    """Whether accelerate will give this process the weights that another one reads: under FSDP with
+    `cpu_ram_efficient_loading`, all but the first of a machine. transformers leaves theirs empty too, of a model that
+    is not quantized."""
     return is_fsdp_enabled() and not reads_for_its_machine()
 
 
 class _QuantizeLinear(ConversionOps):
-    """A dense checkpoint tensor arrives on its device: quantize it and put an `NVFP4Linear` in the place of its `nn.Linear`."""
+    """Quantizes a dense tensor on arrival and replaces its `nn.Linear` by an `NVFP4Linear`."""
 
     def __init__(self, quantizer: "NVFP4HfQuantizer"):
         self.quantizer = quantizer
@@ -136,7 +136,8 @@ class NVFP4HfQuantizer(HfQuantizer):
         devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in devices or ("cpu" in devices and len(devices) > 1):
             raise ValueError(
-                f"device_map={device_map}: NVFP4 layers cannot be offloaded. Use whole devices, e.g. device_map={{'': 0}}."
+                f"device_map={device_map}: NVFP4 layers cannot be offloaded. Use whole devices, e.g. "
+                f"device_map={{'': 0}}."
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -198,7 +199,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         return model
 
     def _put_stand_ins(self, model: PreTrainedModel, packed: Mapping[str, dict[str, headers.TensorInfo]]) -> None:
-        """What the checkpoint's tensors are loaded into, where that is no `nn.Linear`; `packed`: tensors of the layers that are NVFP4 in it."""
+        """Put placeholders where the checkpoint's tensors fit no `nn.Linear`; `packed`: tensors of NVFP4 layers."""
         for name, module in self._converted.items():
             if self._unread:
                 _replace(model, name, _Unread(module))
@@ -233,7 +234,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         return model
 
     def _refuse_missing(self, model: PreTrainedModel) -> None:
-        """transformers fills parameters that the checkpoint lacks with random numbers and logs it; for a trained model that is damage."""
+        """Refuse parameters that the checkpoint lacks: transformers fills them with random numbers."""
         dense = self.quantization_config.dense_linears or []
         new_heads = [] if model.get_output_embeddings() is not None else dense
         missing = [
@@ -243,8 +244,9 @@ class NVFP4HfQuantizer(HfQuantizer):
         ]
         if missing:
             raise ValueError(
-                f"{model.config.name_or_path}: {len(missing)} tensors of {type(model).__name__} are missing in the checkpoint, e.g. "
-                f"{missing[0]!r}. Complete the checkpoint, or load it with the class that it was saved from."
+                f"{model.config.name_or_path}: {len(missing)} tensors of {type(model).__name__} are missing in the "
+                f"checkpoint, e.g. {missing[0]!r}. Complete the checkpoint, or load it with the class that it was "
+                "saved from."
             )
 
     # --- saving
@@ -264,16 +266,18 @@ class NVFP4HfQuantizer(HfQuantizer):
         opened = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in known]
         if not packed or (opened and self.quantization_config.dense_linears is not None):
             raise RuntimeError(
-                f"Layers are dense that were NVFP4 when the model was loaded (first: {opened[:1]}; an adapter was merged?), and config.json would not "
-                "say so. Call model.dequantize() first: it makes all of them dense."
+                f"Layers are dense that were NVFP4 when the model was loaded (first: {opened[:1]}; an adapter was "
+                "merged?), and config.json would not say so. Call model.dequantize() first: it makes all of them "
+                "dense."
             )
         if any(
             "expert" in str(getattr(each, "source_patterns", ""))
             for each in getattr(model, "_weight_conversions", None) or ()
         ):
             raise RuntimeError(
-                f"{type(model).__name__} has dense experts next to packed layers, which transformers would fill with random numbers when it loads. "
-                "Save the adapter (PeftModel.save_pretrained), or call model.dequantize() first."
+                f"{type(model).__name__} has dense experts next to packed layers, which transformers would fill with "
+                "random numbers when it loads. Save the adapter (PeftModel.save_pretrained), or call "
+                "model.dequantize() first."
             )
         for name in packed:
             state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
@@ -291,7 +295,7 @@ class NVFP4HfQuantizer(HfQuantizer):
 
 
 def _in_memory(model: PreTrainedModel, tensors: dict[str, headers.TensorInfo]) -> dict[str, headers.TensorInfo]:
-    """`tensors` by the names that they get when they are loaded: of linear layers, which a checkpoint may call otherwise (Gemma 3's does)."""
+    """`tensors` by their names once loaded; a checkpoint may name linear layers otherwise (Gemma 3's does)."""
     renamed: dict[str, str] = {}
     there = {name.rpartition(".")[0] for name in tensors}
     for name, module in model.named_modules():

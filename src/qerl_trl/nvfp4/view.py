@@ -1,9 +1,10 @@
 """What `NVFP4Linear.weight` is: the dense weight (N, K) that the packed one stands for, decoded when it is looked at.
 
-Code that knows only dense layers (PEFT's tuners above all) reads shape, dtype, device and values here as on the same model dequantized.
-Reading decodes, each time anew; nothing is kept. Writing turns the layer into a dense one, once and for good, and says so: a change of a
-16-bit weight rounded to 4 bits again would mostly be lost. So a tuner that merges itself into the weight computes what it would have on the
-dequantized model, to the bit. What cannot be is refused: a packed weight has no gradient.
+Code that knows only dense layers (PEFT's tuners above all) reads shape, dtype, device and values here as on the same
+model dequantized. Reading decodes, each time anew; nothing is kept. Writing turns the layer into a dense one, once and
+for good, and says so: a change of a 16-bit weight rounded to 4 bits again would mostly be lost. So a tuner that merges
+itself into the weight computes what it would have on the dequantized model, to the bit. What cannot be is refused: a
+packed weight has no gradient.
 """
 
 import functools
@@ -56,8 +57,9 @@ class DecodedWeight(torch.Tensor):
         )
         if asks_for_gradient and isinstance(args[0], cls):
             raise RuntimeError(
-                f"The weight {tuple(args[0].shape)} is packed in 4 bits and has no gradient. Train an adapter on the layer, keep the layer dense "
-                "(NVFP4Config(modules_to_not_convert=[...])), or call model.dequantize() first."
+                f"The weight {tuple(args[0].shape)} is packed in 4 bits and has no gradient. Train an adapter on the "
+                "layer, keep the layer dense (NVFP4Config(modules_to_not_convert=[...])), or call model.dequantize() "
+                "first."
             )
         if func == torch.Tensor.data.__set__ and isinstance(args[0], cls):  # type: ignore[attr-defined]
             view, value = args

@@ -1,33 +1,39 @@
 """Model cards, rendered from the templates in `hub_cards/templates` and from facts that a run wrote down.
 
-A card's facts ([`records.Facts`]) are kept as `qerl_card.json` beside the card, so that it can be rendered again when the repository is
-known. Every number in a card is one of these facts, and so is every name (trainer, rewards, data, task); what no run wrote down is left
-out, not guessed.
+A card's facts ([`records.Facts`]) are kept as `qerl_card.json` beside the card, so that it can be rendered again when
+the repository is known. Every number in a card is one of these facts, and so is every name (trainer, rewards, data,
+task); what no run wrote down is left out, not guessed.
 """
 
 import functools
 import json
+import logging
 import os
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 import yaml
 
 from ..checkpoint import seal
 from ..checkpoint.records import (
+    EVALUATIONS,
     FACTS_NAME,
+    RESULTS_NAME,
+    Evaluation,
     Export,
     Facts,
     Kind,
     Quantization,
+    Results,
     hardware,
     is_hub_id,
     public_name,
     versions,
 )
 from ..rollout.vllm.offline import slot_of
-from . import figures
 
 if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
     from ..checkpoint.records import LoraSettings, RunSettings
@@ -64,19 +70,19 @@ def template_folder() -> Path:
     )
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------------------
+# --- facts ------------------------------------------------------------------------------------------------------------
 
 
 def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
     """Facts of a run's adapter from what the run left behind; [`write`] makes them those of another export.
 
     Args:
-        folder: checkpoint or output folder of the run, where its figures lie ([`figures.of_run`]).
+        folder: checkpoint or output folder of the run, where its figures lie ([`figures_of_run`]).
         settings: what the run recorded about itself.
         dataset: Hub id or name of the training data; default: what results.json says.
     """
     kind: Kind = "merged" if settings.get("base_format") == "full" else "adapter"
-    facts: Facts = {"kind": kind, "settings": settings.copy(), **figures.of_run(Path(folder), settings)}
+    facts: Facts = {"kind": kind, "settings": settings.copy(), **figures_of_run(Path(folder), settings)}
     facts["dataset"] = dataset or facts.get("dataset")
     return facts
 
@@ -118,27 +124,22 @@ def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
     args = exported.args
     facts = facts_of_run(args.output_dir or ".", settings, dataset)
     facts["versions"] = versions()
-    facts["log"] = figures.log_summary(exported.state.log_history)
+    facts["log"] = log_summary(exported.state.log_history)
     facts["hardware"] = hardware(args)
     return facts
 
 
 def write(folder: Path, facts: Facts, export: Export) -> None:
-    """Put README.md, the facts and the curves into an unfinished export."""
+    """Put README.md and the facts into an unfinished export."""
     facts = facts.copy()
     facts["kind"], facts["exported_with"] = export["kind"], export["exported_with"]
     if "survived" in export:
         facts["survived"] = export["survived"]
     if "measured" in export:
         facts["measured"] = export["measured"]
-    curves = facts.pop("curves", None)
     if facts["kind"] == "nvfp4_base":  # nothing was trained
-        curves = None
         for key in ("results", "evaluations", "log", "versions", "dataset"):
             facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
-    if curves is not None and Path(curves).is_file():
-        (folder / "curves.png").write_bytes(Path(curves).read_bytes())
-        facts["has_curves"] = True
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
     seal.write_json_atomically(folder / FACTS_NAME, _public(facts))
     (folder / "README.md").write_text(render(read_facts(folder) or {}))  # as it will be rendered again from the file
@@ -165,7 +166,7 @@ def _public(facts: Facts) -> Facts:
     return facts
 
 
-# --- rendering --------------------------------------------------------------------------------------------------------------------
+# --- rendering --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -184,11 +185,7 @@ def _templates(folder: Path) -> jinja2.Environment:
 
 
 def render(facts: Facts) -> str:
-    """The card as markdown with its YAML header.
-
-    Raises:
-        `ValueError`: unknown kind.
-    """
+    """The card as markdown with its YAML header."""
     if facts.get("kind") not in TEMPLATES:
         raise ValueError(f"There is no card for kind={facts.get('kind')!r}; known are {', '.join(TEMPLATES)}.")
     model = facts["settings"].get("model") or ""
@@ -216,7 +213,7 @@ def render(facts: Facts) -> str:
 
 
 def _slot(lora: "LoraSettings | None") -> int | None:
-    """The rank that vLLM is started with for an adapter; `None` where it serves none such, or nobody knows what it is."""
+    """Rank that vLLM is started with for an adapter; `None` if it cannot serve it, or the adapter is unknown."""
     options = (lora or {}).get("options", {})
     if lora is None or options.get("use_dora") or options.get("modules_to_save"):
         return None
@@ -250,7 +247,7 @@ def _measured(task: str | None, dataset: str, split: str | None, accuracy: float
 
 
 class _Facts(dict):
-    """A dictionary whose missing keys are None, so that templates can ask for any fact (and misspelt variables still fail)."""
+    """A dictionary with None for missing keys, so templates can ask for any fact and misspelt variables still fail."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -287,3 +284,146 @@ def _header(facts: Facts, base: str | None, title: str) -> str:
     if measured:
         header["model-index"] = [{"name": title, "results": measured}]
     return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
+
+
+# --- figures: what was measured ---------------------------------------------------------------------------------------
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+#: logged quantities that a card shows
+_LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch_kl")
+#: how an answer was sampled, as a card says it
+_PROTOCOL = ("temperature", "top_p", "max_new_tokens", "samples")
+
+
+def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
+    """What of a card's facts the files in `folder` give: the folder of a run, or a checkpoint in one.
+
+    Args:
+        settings: what the run recorded about itself, `global_step` included.
+    """
+    found: Facts = {}
+    # a checkpoint's figures are its run's, one level up; above the folder of a run are those of others
+    places = [folder, folder.parent] if _CHECKPOINT.fullmatch(folder.resolve().name) else [folder]
+    results = next((place / RESULTS_NAME for place in places if (place / RESULTS_NAME).is_file()), None)
+    content = None if results is None else _read(results, _check_results)
+    if results is not None and content is not None and (other := _of_another_run(content, settings)) is not None:
+        _warn(f"{results} is of another run than {folder}: {other}. Its figures are left out of the card.")
+        content = None
+    if content is not None:
+        found = {"dataset": content.get("dataset"), "versions": content.get("versions")}
+        steps, now = content.get("steps"), settings.get("global_step")
+        if steps != now:
+            _warn(
+                f"{results} was measured after {steps} steps, and {folder} has {now}: its figures are left out of the "
+                "card."
+            )
+        else:
+            found["results"] = cast(Results, known(content, Results))
+            found["log"] = log_summary(content.get("log_history") or [])
+    found["evaluations"] = _evaluations(folder, settings)
+    return found
+
+
+def _of_another_run(content: Mapping[str, Any], settings: "RunSettings") -> str | None:
+    theirs = content.get("settings") or {}
+    if theirs.get("settings_sha256") is None:
+        return "it does not say with which settings it was trained"
+    for name in ("settings_sha256", "base_sha256"):
+        then, now = theirs.get(name), cast(Mapping[str, Any], settings).get(name)
+        if then != now:
+            return f"{name} {str(then)[:12]} there, {str(now)[:12]} here"
+    return None
+
+
+def _evaluations(folder: Path, settings: "RunSettings") -> list[Evaluation]:
+    weights = functools.cache(lambda: seal.weights_sha256(folder))  # read only where there is something to compare
+    found = []
+    for path in sorted(folder.glob(EVALUATIONS)):
+        content = _read(path, _check_evaluation)
+        if content is None:
+            continue
+        if (why := _of_another_model(content, settings, weights)) is not None:
+            _warn(f"{path} {why}: it is left out of the card of {folder}. Measure again with qerl-trl eval.")
+            continue
+        found.append(cast(Evaluation, known(content, Evaluation)))
+    return found
+
+
+def _of_another_model(
+    content: Mapping[str, Any], settings: "RunSettings", weights: Callable[[], str | None]
+) -> str | None:
+    measured, trained_on = content.get("weights_sha256"), settings.get("base_format")
+    if measured is None:
+        return "does not say which weights it measured"
+    if measured != weights():
+        return "measured other weights than are there"
+    if trained_on in ("nvfp4", "bf16") and content.get("base_format") != trained_on:
+        return f"measured the adapter on a base in {content.get('base_format')}, and it was trained on {trained_on}"
+    if trained_on != "full" and content.get("base_sha256") != settings.get("base_sha256"):
+        return "measured the adapter on another base than the run's"
+    return None
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, Any] | None:
+    """The content of a file of figures; `None`, with a warning, for one that `check` cannot read."""
+    try:
+        content = json.loads(path.read_bytes())
+        check(content)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        _warn(
+            f"{path} is damaged ({type(error).__name__}: {error}): its figures are left out of the card. Run the "
+            "command that wrote it again."
+        )
+        return None
+    return content
+
+
+def _check_results(content: dict[str, Any]) -> None:
+    for name in ("before", "after"):
+        if content.get(name) is not None:
+            _check_accuracy(content[name])
+    if (difference := content.get("difference")) is not None:
+        [float(number) for number in (difference["value"], *difference["interval95"])]
+    log_summary(content.get("log_history") or [])
+    (content.get("settings") or {}).keys()
+
+
+def _check_evaluation(content: dict[str, Any]) -> None:
+    _check_accuracy(content)
+    if not isinstance(content["dataset"], str) or not set(_PROTOCOL) <= content["protocol"].keys():
+        raise TypeError("no dataset, or no protocol")
+
+
+def _check_accuracy(measured: dict[str, Any]) -> None:
+    low, high = measured["interval95"]
+    [float(number) for number in (measured["accuracy"], measured["total"], low, high)]
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once: a run that pushes while it trains has a card for every checkpoint."""
+    logger.warning(text)
+
+
+def known(content: Mapping[str, Any], record: Any) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key in record.__annotations__}
+
+
+def log_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """First and last logged value of the few quantities a card shows, each the mean of up to ten entries."""
+    logged: dict[str, list[float]] = {}
+    for entry in history:
+        for key, value in entry.items():
+            if isinstance(value, (int, float)) and _LOGGED.fullmatch(key):
+                logged.setdefault(key, []).append(value)
+    summary = {}
+    for key, values in logged.items():
+        if len(values) >= 2:
+            n = min(10, len(values) // 2)
+            summary[key] = [sum(values[:n]) / n, sum(values[-n:]) / n, len(values)]
+    return summary

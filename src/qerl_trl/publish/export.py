@@ -3,27 +3,26 @@
     save_adapter        LoRA as plain PEFT (adapter_model.safetensors, adapter_config.json), tokenizer beside it
     save_merged         dense model in bf16: the policy that was trained, up to one rounding of each weight
     save_base           the frozen NVFP4 base as it is, in compressed-tensors' layout
-    save_merged_nvfp4   the merge rounded to 4 bits again. Most small changes do not survive that: it says how much did, and refuses when
-                        next to nothing did
+    save_merged_nvfp4   the merge rounded to 4 bits again: refused where next to nothing of the change survives
 
-What is exported is a live trainer (of several processes: rank 0 writes, everybody waits) or a policy that [`load.load_policy`] built from a checkpoint
-or adapter folder. `merge` lists the tensors of the dense model and says how each is made, `writer` writes them one by one: the model
-itself is not touched. Of a model that FSDP 2 has sharded the adapter is gathered; the base, which nobody has whole and which never changed, is
-loaded again in rank 0, on the CPU, and compared with the run's.
+What is exported is a live trainer (rank 0 writes, the others wait) or a policy that [`load.load_policy`] built from a
+checkpoint or adapter folder. The model itself is not touched. Of a model sharded by FSDP 2 the adapter is gathered; the
+base is loaded again in rank 0, on the CPU, and compared with the run's.
 
-**Which base?** An adapter learned on the quantized base, and corrects its rounding too. Merged into the dequantized NVFP4 base it is the
-policy that was trained; merged into the original bf16 base it is another model, of which nothing was ever sampled. `load_policy(...,
-base_format="bf16")` builds that one, `distance.logit_distance` measures how far it is.
+**Which base?** An adapter learned on the quantized base corrects its rounding too. Merged into the dequantized NVFP4
+base it is the policy that was trained; merged into the original bf16 base it is another model. `load_policy(...,
+base_format="bf16")` builds that one, and `logit_distance` measures how far it is.
 """
 
 import copy
+import itertools
 import json
 import logging
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +45,7 @@ from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import save_generation_config
 from ..support import secrets
 from ..support.names import full_tensor, is_sharded, reshard
-from . import custom_code, staging
+from . import merge
 from . import write as writer
 from .load import (
     ADAPTER_FILE,
@@ -58,19 +57,6 @@ from .load import (
     recorded_settings,
     require_whole,
     trained_policy_of,
-)
-from .merge import (
-    cast_job,
-    check_base,
-    entries_of,
-    fused_entries,
-    lossless_dtype,
-    merged_job,
-    nvfp4_layer,
-    packed_job,
-    recorded_base,
-    requantize_job,
-    survived_of,
 )
 from .write import Job
 
@@ -91,17 +77,14 @@ def save_adapter(
     overwrite: bool = False,
     card: WriteCard | None = None,
 ) -> Export:
-    """(a) The adapter as plain PEFT, with the tokenizer. `base_model` replaces the name of the base in adapter_config.json.
-
-    Returns the record of the export that its manifest keeps.
-    """
+    """The adapter as plain PEFT, with the tokenizer, on a base named `base_model`. Returns the manifest's record."""
 
     def write(policy: TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
             raise ValueError(
                 "This model has no adapter to save. For a run with base_format='full', save_pretrained it."
             )
-        export = _describe(policy, "adapter")
+        export = _describe(policy, "adapter", folder)
         export["base_model"] = base_model
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
@@ -115,8 +98,7 @@ def save_adapter(
 
 
 def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = None) -> Export:
-    """(a) The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
-    run = Path(run)
+    """The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
     missing = [name for name in ADAPTER_FILES if not (run / name).is_file()]
     if missing:
         raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
@@ -155,11 +137,10 @@ def save_merged(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """(b), (c) The dense model: base and adapter merged in float32, each weight rounded once to `dtype`. How much of the adapter's change the
-    rounding keeps is in the returned record (`survived`, as in [`save_merged_nvfp4`]).
+    """The dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
 
-    On an NVFP4 base that is the policy that was trained. `measured`: how far it is from the trained policy, for the
-    record and the card.
+    `measured`: its distance to the trained policy, for the record and the card. The returned record has `survived`, as
+    in [`save_merged_nvfp4`].
     """
     written_as = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
@@ -168,16 +149,15 @@ def save_merged(
         trained_on, onto = policy.settings.get("base_format"), policy.settings.get("merged_onto")
         if onto is not None and trained_on is not None and onto != trained_on:
             kind = "merged_other_base"
-        export = _describe(policy, kind)
+        export = _describe(policy, kind, folder)
         export["dtype"] = str(written_as).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
-        jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
+        jobs = [merge.merged_job(entry, written_as) for entry in merge.entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             if changed := [note for note in cast(list[RequantizedNote], notes) if note["change"]]:
-                export["survived"] = survived_of(changed)
+                export["survived"] = merge.survived_of(changed)
             _save_config(partial, policy, written_as, None, jobs)
         return export
 
@@ -193,19 +173,18 @@ def save_base(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """(d) The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
+    """The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
 
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
-        export = _describe(policy, "nvfp4_base", with_adapter=False)
-        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
+        export = _describe(policy, "nvfp4_base", folder)
         jobs, dtypes = [], {torch.bfloat16}
-        for entry in entries_of(policy, with_adapter=False):
-            if nvfp4_layer(entry) is not None:
-                jobs.append(packed_job(entry))
+        for entry in merge.entries_of(policy, with_adapter=False):
+            if merge.nvfp4_layer(entry) is not None:
+                jobs.append(merge.packed_job(entry))
             else:
-                dtypes.add(lossless_dtype(entry))
-                jobs.append(cast_job(entry, lossless_dtype(entry)))
+                dtypes.add(merge.lossless_dtype(entry))
+                jobs.append(merge.cast_job(entry, merge.lossless_dtype(entry)))
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
@@ -227,7 +206,7 @@ def save_merged_nvfp4(
     progress: Callable[[int], None] | None = None,
     notify: Callable[[str], None] = print,
 ) -> Export:
-    """(e) The merge rounded to NVFP4 again. `notify` is told how much of the change survived, which the returned record has too.
+    """The merge rounded to NVFP4 again. `notify` hears how much of the change survived, as the record does.
 
     With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
     `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
@@ -238,34 +217,29 @@ def save_merged_nvfp4(
 
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
-        export = _describe(policy, "nvfp4_merged")
+        export = _describe(policy, "nvfp4_merged", folder)
         export["requantized_with"] = scale_rule
-        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
-        entries = entries_of(policy, with_adapter=True)
-        packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
-        jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
-        jobs += [requantize_job(group, scale_rule) for group in fused_entries(packed)]
+        entries = merge.entries_of(policy, with_adapter=True)
+        packed = [entry for entry in entries if merge.nvfp4_layer(entry) is not None]
+        jobs = [merge.cast_job(entry, torch.bfloat16) for entry in entries if merge.nvfp4_layer(entry) is None]
+        jobs += [merge.requantize_job(group, scale_rule) for group in merge.fused_entries(packed)]
         # what is sealed is completed below, once it is known how much survived
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
-            survived = survived_of(cast(list[RequantizedNote], notes))
-            notify(
-                f"Re-quantizing kept {survived['kept_fraction']:.3f} of the adapter's change (error {survived['error_ratio']:.2f} of its "
-                "size)."
-            )
-            if survived["kept_fraction"] < MIN_KEPT_FRACTION and not force:
+            survived = merge.survived_of(cast(list[RequantizedNote], notes))
+            kept, error = survived["kept_fraction"], survived["error_ratio"]
+            notify(f"Re-quantizing kept {kept:.3f} of the adapter's change (error {error:.2f} of its size).")
+            if kept < MIN_KEPT_FRACTION and not force:
                 raise ValueError(
-                    f"Only {survived['kept_fraction']:.3f} of the adapter's change survives rounding to 4 bits: this would publish the base "
-                    "under another name. Publish the adapter or the bf16 merge, or force it (force=True, --force)."
+                    f"Only {kept:.3f} of the adapter's change survives rounding to 4 bits: this would publish the "
+                    "base under another name. Publish the adapter or the bf16 merge, or force it (force=True, "
+                    "--force)."
                 )
             export["survived"] = survived
             _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), jobs)
         return export
 
     return _on_rank_zero(exported, tokenizer, write)
-
-
-# --- the frame of each ----------------------------------------------------------------------------------------------------------
 
 
 def _on_rank_zero(
@@ -280,7 +254,9 @@ def _on_rank_zero(
         return write(policy)
     sharded = is_sharded(policy.model)
     if sharded:
-        policy = policy._replace(gathered=_gathered_adapter(policy.model))
+        reshard(policy.model)
+        trained = ((name, p) for name, p in policy.model.named_parameters() if is_trained(name))
+        policy = policy._replace(gathered={name: full_tensor(p).cpu() for name, p in trained})  # collective
     written: list[Export | str] = ["it was ended"]
     try:
         if exported.accelerator.is_main_process:
@@ -296,19 +272,13 @@ def _on_rank_zero(
     return written[0]
 
 
-def _gathered_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `model`'s adapters and trained modules hold, whole, by parameter name, on the CPU. Every process calls it."""
-    reshard(model)
-    return {name: full_tensor(parameter).cpu() for name, parameter in model.named_parameters() if is_trained(name)}
-
-
 @contextmanager
 def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
-    """A sharded policy in one process, on the CPU: its base from where it came from, compared with the run's, and its adapter."""
+    """A sharded policy in one process, on the CPU: its base loaded again and compared, and its adapter."""
     if not isinstance(policy.model, PeftModel):
         raise ValueError(
-            "This model is sharded and has no adapter (base_format='full'), so no process has it whole. save_model() gathers and writes it; export "
-            "that folder."
+            "This model is sharded and has no adapter: no process has it whole. Call save_model(), and export that "
+            "folder."
         )
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
@@ -324,16 +294,15 @@ def _staged(
     tokenizer: PreTrainedTokenizerBase | None,
     card: WriteCard | None,
 ) -> Iterator[Path]:
-    """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it `folder`."""
-    with staging.staging(folder, export, overwrite) as partial:
+    """An unfinished folder to fill; then come tokenizer, card and the seal that makes it `folder`."""
+    with writer.staging(folder, export, overwrite) as partial:
         yield partial
         _save_tokenizer(partial, tokenizer)
         if card is not None:
             card(partial, export)
 
 
-# --- everything next to the weights -----------------------------------------------------------------------------------------------
-
+#: of which the saved tokenizer has to make the same tokens
 _TEXT = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
 
 
@@ -346,8 +315,9 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
     again = (type(tokenizer) if own else AutoTokenizer).from_pretrained(folder)
     if again(_TEXT)["input_ids"] != tokenizer(_TEXT)["input_ids"]:
         raise RuntimeError(
-            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the {type(tokenizer).__name__} in use. Set "
-            "tokenizer_class in tokenizer_config.json so that AutoTokenizer agrees."
+            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the "
+            f"{type(tokenizer).__name__} in use. Set tokenizer_class in tokenizer_config.json so that AutoTokenizer "
+            "agrees."
         )
 
 
@@ -355,7 +325,7 @@ def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
     quantizer = getattr(policy.transformers_model, "hf_quantizer", None)
     if quantizer is None or not has_nvfp4(policy.transformers_model):
         raise ValueError(
-            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Quantize a folder instead: qerl-trl quantize "
+            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Use qerl-trl quantize "
             "<model> <folder>."
         )
     return quantizer.quantization_config
@@ -372,43 +342,99 @@ def _save_config(
         del config.quantization_config
     config.dtype = dtype
     config.architectures = [type(model).__name__]
-    custom_code.copy_none(config)
+    writer.leave_code_out(config)
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
         logger.warning(
-            "The embedding or the output head was trained, and the base has one matrix for both. They are written as two: lm_head.weight, %s numbers "
-            "more than the base, and tie_word_embeddings=False in config.json.",
+            "The embedding or the output head was trained, and the base has one matrix for both. Written as two: "
+            "lm_head.weight, %s numbers more, and tie_word_embeddings=False in config.json.",
             f"{more:,}",
         )
     config.save_pretrained(folder)
     save_generation_config(folder, model, policy.tokenizer)
 
 
-def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
-    """The record of an export: what the run recorded, and where it did not, what is in the model as it is."""
-    settings, adapter = policy.settings.copy(), _active_lora(policy.model)
-    if with_adapter and adapter is not None and "lora" not in settings:
+def _describe(policy: TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> Export:
+    """The record of an export: what the run recorded, else what the model has."""
+    settings, model = policy.settings.copy(), policy.model
+    adapter = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
+    if kind != "nvfp4_base" and isinstance(adapter, LoraConfig) and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)
     if policy.tokenizer is not None:
         settings |= cast(RunSettings, identity.recorded_of_written(policy.tokenizer, policy.settings))
     if kind != "adapter":
-        check_base(policy)
-        if recorded_base(settings) is None:
+        merge.check_base(policy)
+        if merge.recorded_base(settings) is None:
             settings["base_sha256"] = cast(str, fingerprint.base_sha256(policy.transformers_model))
             settings["base_config"] = fingerprint.base_config(policy.transformers_model)
     export = _record(kind, settings)
-    if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
+    if kind != "adapter" and (code := writer.code_of(policy.transformers_model.config)):
         export["auto_map"] = code
+        writer.warn_of_code(code, folder)
     return export
-
-
-def _active_lora(model: nn.Module) -> LoraConfig | None:
-    found = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
-    return found if isinstance(found, LoraConfig) else None
 
 
 def _record(kind: Kind, settings: RunSettings) -> Export:
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
     return {"kind": kind, "settings": settings, "exported_with": versions()}
+
+
+# --- how far two models are apart on given text -----------------------------------------------------------------------
+
+
+def prompt_batches(
+    source: Path | Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    limit: int = 64,
+) -> list[torch.Tensor]:
+    """Token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if there is one."""
+    lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
+    batches = []
+    for line in itertools.islice(lines, limit):
+        row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
+        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
+        if isinstance(row.get("prompt"), list):  # a task's, with its system message
+            question = row["prompt"]
+        if question is None:
+            raise ValueError(f"{source}: a line has {sorted(row)}; it needs question, problem, prompt or text.")
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        text = "".join(message["content"] for message in messages)
+        if tokenizer.chat_template:
+            asked = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
+            text = str(tokenizer.apply_chat_template(messages, **asked))
+        text += str(row.get("answer", ""))
+        batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
+    if not batches:
+        raise ValueError(f'{source} is empty. Give it a line per prompt: {{"question": "..."}}.')
+    return batches
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits, float32 on the CPU, for batches of token ids (B, T)."""
+    model.eval()
+    return [model(batch.to(next(model.parameters()).device)).logits.float().cpu() for batch in batches]
+
+
+def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> Measured:
+    """Distance of `other` from `policy`, by their logits (lists of (B, T, V)): mean and largest difference, KL(policy
+    || other) in nats per token, share of positions with the same most likely token."""
+    tokens, values = sum(a.shape[:2].numel() for a in policy), sum(a.numel() for a in policy)
+    total = largest = kl = agree = 0.0
+    for a, b in zip(policy, other, strict=True):
+        difference = (a - b).abs()
+        total += difference.sum(dtype=torch.float64).item()
+        largest = max(largest, difference.max().item())
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        kl += (log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64).item()
+        agree += (a.argmax(-1) == b.argmax(-1)).sum().item()
+    return {
+        "mean_logit_distance": total / values,
+        "max_logit_distance": largest,
+        "kl_nats_per_token": kl / tokens,
+        "same_greedy_token": agree / tokens,
+        "tokens": tokens,
+    }

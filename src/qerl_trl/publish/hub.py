@@ -1,11 +1,8 @@
-"""Uploads to the Hugging Face Hub: private unless said otherwise, announced first, all or nothing, and never with a token in any text.
+"""Uploads to the Hub: private by default, announced first, all or nothing, and never with a token in any text.
 
-[`push_folder`] uploads a folder that `qerl_trl.publish.export` sealed. Large files go first, and become visible only through the single commit at
-the end; an upload that was interrupted is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base`
-export and upload in one go. `run.publishing.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
-training.
-
-Only huggingface_hub's public API is used, so its endpoint (`HF_ENDPOINT`), token store and transfer settings apply.
+[`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the
+single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`,
+`push_merged` and `push_base` export and upload in one go.
 """
 
 import json
@@ -44,9 +41,6 @@ _ANSWER_SECONDS = 120.0
 _T = TypeVar("_T")
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _explained(repo_id: str) -> Iterator[None]:
     """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
@@ -66,27 +60,24 @@ def _explained(repo_id: str) -> Iterator[None]:
 def _explanation(error: Exception, repo_id: str) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "huggingface_hub is in offline mode (HF_HUB_OFFLINE=1). Unset it to publish."
-    root = _root_of(error)
-    status = getattr(getattr(root, "response", None), "status_code", None)
+    root, status = _root_of(error)
     if status == 401:
         return "The Hub refused the token (401). Log in again with `hf auth login`, or set a valid HF_TOKEN."
     if status == 403:
-        return (
-            f"The token may not write to {repo_id} (403). Use a token with write access, and a namespace that is yours."
-        )
+        return f"The token may not write to {repo_id} (403). Use one with write access, and a namespace that is yours."
     if status is not None:
         return f"The Hub answered {status} for {repo_id}: {root}. Try the same command again later."
-    return f"The connection to the Hub failed ({type(root).__name__}: {root}). Run the same command again: files that arrived are not sent twice."
+    what = f"The connection to the Hub failed ({type(root).__name__}: {root})."
+    return f"{what} Run the same command again: files that arrived are not sent twice."
 
 
-def _root_of(error: BaseException) -> BaseException:
-    """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a RuntimeError)."""
+def _root_of(error: BaseException) -> tuple[BaseException, int | None]:
+    """The first HTTP or connection error behind an exception (failed uploads raise a RuntimeError), and its status."""
     cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
-            return cause
+    while cause is not None and not isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
         cause = cause.__cause__
-    return error
+    root = error if cause is None else cause
+    return root, getattr(getattr(root, "response", None), "status_code", None)
 
 
 def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
@@ -95,8 +86,7 @@ def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
         try:
             return request()
         except _FAILED as error:
-            root = _root_of(error)
-            status = getattr(getattr(root, "response", None), "status_code", None)
+            root, status = _root_of(error)
             passing = root is not error or not isinstance(error, RuntimeError)
             passing = passing and (status is None or status >= 500 or status == 429)
             last = attempts - 1 if "Timeout" not in type(root).__name__ else 1
@@ -106,7 +96,7 @@ def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
     raise AssertionError
 
 
-# --- the repository ---------------------------------------------------------------------------------------------------------------
+# --- the repository ---------------------------------------------------------------------------------------------------
 
 
 def prepare_repository(
@@ -116,19 +106,17 @@ def prepare_repository(
     revision: str | None = None,
     notify: Callable[[str], None] = print,
 ) -> str:
-    """Announce, then create the repository and its branch, or check that the existing one has the visibility asked for.
-
-    Returns:
-        The full id (`user/name`).
+    """Announce, then create the repository and its branch, or check an existing one's visibility. Returns `user/name`.
 
     Raises:
-        `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
+        `HubError`: no token, a refused token, no network, or an existing public repository where a private one is
+            wanted.
     """
     return _created(_announced(repo_id, private, token, notify), repo_id, private, revision)
 
 
 def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[[str], None]) -> HfApi:
-    """Before any request: what will be published where; and refuse to begin without a token."""
+    """Say what will be published where, and refuse to begin without a token."""
     token = token or get_token()
     secrets.remember("token", token)
     api = HfApi(token=token)
@@ -149,15 +137,16 @@ def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> s
             asked = "private" if private else "public"
             remedy = "publish there on purpose: private=False (hub_private_repo=False, --public)"
             raise HubError(
-                f"{repo_id} exists and is {'private' if is_private else 'PUBLIC'}, and a {asked} publication was asked for, so nothing was "
-                f"uploaded. Choose another name, or {remedy if private else 'change its visibility in its settings on the Hub'}."
+                f"{repo_id} exists and is {'private' if is_private else 'PUBLIC'}, and a {asked} publication was "
+                "asked for, so nothing was uploaded. Choose another name, or "
+                f"{remedy if private else 'change its visibility in its settings on the Hub'}."
             )
         if revision is not None and not revision.startswith("refs/"):
             _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
     return repo_id
 
 
-# --- a folder ---------------------------------------------------------------------------------------------------------------------
+# --- a folder ---------------------------------------------------------------------------------------------------------
 
 
 def push_folder(
@@ -177,12 +166,14 @@ def push_folder(
     Args:
         base_model: Hub id of the base, for the card and adapter_config.json of an adapter.
         facts: for the card, over those that the export recorded.
-        allow_other_base: name a base, here or in adapter_config.json, that holds other weights than the adapter was trained on.
-        options: `private` (default: True), `token`, `revision`; `force`: publish into a repository that holds something else, whose other
-            files stay; `further`: uploaded in the same commit, without a place in the manifest.
+        allow_other_base: name a base, here or in adapter_config.json, that holds other weights than the adapter was
+            trained on.
+        options: `private` (default: True), `token`, `revision`; `force`: publish into a repository that holds something
+            else, whose other files stay; `further`: uploaded in the same commit, without a place in the manifest.
 
     Raises:
-        `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another one.
+        `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another
+            one.
         `HubError`: see [`prepare_repository`]; and the repository holds other content.
     """
     folder = Path(folder)
@@ -216,7 +207,7 @@ def push_model(
     message: str = "model, written by qerl-trl",
     **options: Any,
 ) -> str:
-    """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a checkpoint."""
+    """As [`push_folder`], for a run of which every weight was trained: from the run's folder or a checkpoint."""
     folder = Path(folder)
     if wrong := seal.problems(folder):
         raise ValueError(f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint.")
@@ -238,27 +229,21 @@ def _publish(
     force: bool = False,
     further: Content | None = None,
 ) -> str:
-    """Everything that this package uploads comes through here; a card is added. `look` may refuse before the repository is made."""
+    """Every upload of this package, with a card. `look` may refuse before the repository is made."""
     outgoing.check({**files, **(further or {})})
     outgoing.check_words(repo_id, revision, message)
     api, manifest = _announced(repo_id, private, token, notify), seal.read_manifest(folder)
     look(api)
     repo_id = _created(api, repo_id, private, revision)
     facts = {**facts, "repo_id": repo_id}
-    facts.pop("curves", None)
     content: Content = {**files, "README.md": card.render(facts).encode()}
     content |= {seal.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **(further or {})}
     outgoing.check(content)
     with _explained(repo_id):
         stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
-        added = [
-            CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in content.items()
-        ]
+        added = [CommitOperationAdd(name, data) for name, data in content.items()]
         _retried(lambda: api.preupload_lfs_files(repo_id, added, revision=revision, free_memory=False))
-        changes: list[CommitOperationAdd | CommitOperationDelete] = [
-            *added,
-            *(CommitOperationDelete(name) for name in stale),
-        ]
+        changes: list[Any] = [*added, *map(CommitOperationDelete, stale)]
         commit = _retried(lambda: api.create_commit(repo_id, changes, commit_message=message, revision=revision))
     notify(secrets.redact(f"Published: {commit.commit_url}"))
     return commit.commit_url
@@ -280,8 +265,9 @@ def _whole_export(folder: Path) -> Export:
         raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
     if "kind" not in found:
         raise ValueError(
-            f"{folder} was not written by an export of qerl-trl (its {seal.MANIFEST_NAME} is missing or of a checkpoint). Export it "
-            "first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl push adapter <run> <user/name>."
+            f"{folder} was not written by an export of qerl-trl (its {seal.MANIFEST_NAME} is missing or of a "
+            "checkpoint). Export it first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl "
+            "push adapter <run> <user/name>."
         )
     return cast(Export, found)
 
@@ -303,21 +289,20 @@ def _compare(
     if not force:
         found = f"a {kind.replace('_', ' ')}" if kind else "other files"
         raise HubError(
-            f"{repo_id} already contains {found}, so nothing was uploaded. Choose another name, or add to it on purpose: force=True (--force)."
+            f"{repo_id} already contains {found}, so nothing was uploaded. Choose another name, or add to it on "
+            "purpose: force=True (--force)."
         )
     return []
-
-
-# --- the base of an adapter -------------------------------------------------------------------------------------------------------
 
 
 def require_hub_base(base: str) -> None:
     """Refuse a base model that others cannot load."""
     if not is_hub_id(base):
         raise ValueError(
-            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be published. Publish the "
-            "base first (qerl-trl quantize or merge --as base, then qerl-trl push base <folder> user/name) and name it: base_model='user/name' "
-            "(--base-model user/name; while training: hub_base_model='user/name')."
+            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be "
+            "published. Publish the base first (qerl-trl quantize or merge --as base, then qerl-trl push base "
+            "<folder> user/name) and name it: base_model='user/name' (--base-model user/name; while training: "
+            "hub_base_model='user/name')."
         )
 
 
@@ -329,19 +314,12 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
         return {}
     if base_model != config.get("base_model_name_or_path"):
         config["revision"] = None  # of the base that it named
-    return {
-        "adapter_config.json": (json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n").encode()
-    }
+    content = json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n"
+    return {"adapter_config.json": content.encode()}
 
 
 def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
-    """Compare the base that an adapter names with the one it was trained on, as far as the repository says what it holds.
-
-    Returns what the user should know.
-
-    Raises:
-        `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
-    """
+    """Compare the base that an adapter names with the run's, by the manifest there. Returns a note for the user."""
     revision, then, known = recorded_revision(settings, base_model), settings.get("base_sha256"), None
     wrong = ""
     try:
@@ -351,15 +329,17 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         if theirs.get("kind") in MERGED_KINDS:
             wrong = "holds a merged model: the adapter would be added to what has one in it already"
         elif then is not None and known not in (None, then):
-            wrong = f"holds a base with other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
+            other = f"other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
+            wrong = f"holds a base with {other}"
     except RepositoryNotFoundError:
         return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
     except _FAILED:
         pass  # of somebody else, who writes no manifest
     if wrong and not allowed:
         raise ValueError(
-            f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push base base user/name) and "
-            "name that one. To name this one all the same: allow_other_base=True (--allow-other-base)."
+            f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push "
+            "base base user/name) and name that one. To name this one all the same: allow_other_base=True "
+            "(--allow-other-base)."
         )
     if wrong:
         return f"{base_model} {wrong}. It is named all the same, as allowed."
@@ -370,7 +350,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
 
 
 def _stored_packed(api: HfApi, base: str) -> bool | None:
-    """Whether a model on the Hub is stored in quantized layers, which PEFT cannot adapt as they are; `None` where nobody can say."""
+    """Whether a model on the Hub is stored in quantized layers; `None` if unknown."""
     try:
         path = _retried(lambda: api.hf_hub_download(base, "config.json"), 2)
         return "quantization_config" in json.loads(Path(path).read_text())
@@ -378,13 +358,10 @@ def _stored_packed(api: HfApi, base: str) -> bool | None:
         return None
 
 
-# --- export and upload in one go --------------------------------------------------------------------------------------------------
-
-
 def push_adapter(
     exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
 ) -> str | None:
-    """Save the adapter of a trainer or [`load.TrainedPolicy`] and upload it. `options` as for [`push_folder`]. None on other ranks."""
+    """Save the adapter of a trainer or policy and upload it. `options` as for [`push_folder`]. None on other ranks."""
     return _export_and_push(export.save_adapter, exported, repo_id, facts, {"base_model": base_model, **options})
 
 
@@ -413,12 +390,12 @@ def _export_and_push(
     return url
 
 
-# --- while training ---------------------------------------------------------------------------------------------------------------
+# --- while training ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a run is published, and as what. `base_model`: Hub id of the base of an adapter that was trained on a local folder."""
+    """Where a run is published. `base_model`: Hub id of the base of an adapter trained on a local folder."""
 
     repo_id: str
     private: bool
@@ -430,7 +407,7 @@ class Destination:
     def command(self, folder: str | os.PathLike) -> str:
         """What publishes the run in `folder` from its files alone."""
         words = ["qerl-trl", "push", "adapter" if self.adapter else "model", str(folder), self.repo_id]
-        words += [] if self.private else ["--public"]
+        words += ["--public"] * (not self.private)
         words += ["--base-model", self.base_model] if self.adapter and self.base_model else []
         words += ["--revision", self.revision] if self.revision else []
         return shlex.join(words)
@@ -447,7 +424,7 @@ class Destination:
 def push_run(
     folder: Path, repo_id: str, facts: Facts, adapter: bool, base_model: str | None = None, **options: Any
 ) -> str:
-    """Upload the model or the adapter of a run's folder or of a checkpoint, from its files alone. `options` as for [`push_folder`]."""
+    """Upload the model or adapter of a run's folder or checkpoint, from its files. `options`: [`push_folder`]."""
     if not adapter:
         return push_model(folder, repo_id, facts, **options)
     exported = folder.with_name(f".push-{folder.name}")
@@ -459,18 +436,11 @@ def push_run(
 
 
 def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, keep_as: str | None) -> str:
-    """Upload a sealed checkpoint: its model as the repository's, with a card, and all that a resumed run reads as the folder `keep_as`."""
+    """Upload a sealed checkpoint with a card, and the files that a resumed run reads as the folder `keep_as`."""
     further: Content = {}
     if keep_as is not None:
         changed = adapter_config(folder, to.base_model) if to.adapter else {}
         further = outgoing.checkpoint_files(folder, keep_as, changed)
-    options: dict[str, Any] = {
-        "private": to.private,
-        "token": to.token,
-        "revision": to.revision,
-        "message": message,
-        "force": True,  # the repository is this run's
-        "further": further,
-        "notify": logger.info,
-    }
-    return push_run(folder, to.repo_id, facts, to.adapter, to.base_model, **options)
+    where: dict[str, Any] = {"private": to.private, "token": to.token, "revision": to.revision, "message": message}
+    where |= {"force": True, "further": further, "notify": logger.info}  # the repository is this run's
+    return push_run(folder, to.repo_id, facts, to.adapter, to.base_model, **where)

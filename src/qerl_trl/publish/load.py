@@ -1,4 +1,4 @@
-"""The policy of a finished run, rebuilt for export or evaluation: its base in the format it was trained on, and its adapter."""
+"""The policy of a finished run, rebuilt for export or evaluation: its base in the run's format, and its adapter."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from ..checkpoint.records import is_hub_id
 from ..checkpoint.settings import RunSettings
 from ..model.loading import begin, finish, from_pretrained, load_config
 from ..model.lora import load_adapter
-from ..nvfp4.config import NVFP4Config, auto_class_of
+from ..nvfp4.config import NVFP4Config, auto_class_of, quantization_of
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..support.trl import OnlineTrainer
@@ -27,8 +27,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class TrainedPolicy(NamedTuple):
-    """What is exported or evaluated. `model` has an adapter or none; `settings` describes its run, as far as known. `gathered`: the adapter's
-    tensors by parameter name, where the model is sharded."""
+    """A model to export or evaluate. `gathered`: the adapter's tensors by parameter name, if the model is sharded."""
 
     model: PeftModel | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -50,6 +49,7 @@ def is_trainer(exported: Exportable) -> TypeGuard[OnlineTrainer]:
 
 
 def trained_policy_of(exported: Exportable, tokenizer: PreTrainedTokenizerBase | None = None) -> TrainedPolicy:
+    """The policy of a trainer, or of a model without a recorded run."""
     if isinstance(exported, TrainedPolicy):
         return exported if tokenizer is None else exported._replace(tokenizer=tokenizer)
     if not is_trainer(exported):
@@ -80,10 +80,6 @@ def load_policy(
         dtype: compute dtype; default: the run's, else bfloat16.
         allow_other_base: take a base with other weights than the run's, which the record then says.
         trust_remote_code: run the base's own code.
-
-    Raises:
-        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, the base has other weights, or is
-            stored in another format than was asked for.
     """
     adapter = Path(adapter)
     require_adapter(adapter)
@@ -94,12 +90,12 @@ def load_policy(
     base_format = base_format or recorded
     if base_format is None:
         raise ValueError(
-            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' (--base-format nvfp4) if it was "
-            "trained by a QeRL trainer with its default, or 'bf16'."
+            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' "
+            "(--base-format nvfp4) if it was trained by a QeRL trainer with its default, or 'bf16'."
         )
     if base_format not in ("nvfp4", "bf16"):
         raise ValueError(
-            f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
+            f"base_format={base_format!r} cannot be exported; use an adapter on an 'nvfp4' or 'bf16' base."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
     if base_format == "bf16":
@@ -113,17 +109,10 @@ def load_policy(
     adapted = load_adapter(model, str(adapter), allow_other_base=True).eval()  # compared above
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(
-        adapter if has_tokenizer else base_model,
-        revision=None if has_tokenizer else revision,
-        trust_remote_code=trust_remote_code,
-    )
-    settings |= {
-        "model": base_model,
-        "merged_onto": base_format,
-        "dtype": dtype,
-        "auto_class": identity.loaded_by(model),
-    }
+    source, at = (adapter, None) if has_tokenizer else (base_model, revision)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=at, trust_remote_code=trust_remote_code)
+    found = identity.loaded_by(model)
+    settings |= {"model": base_model, "merged_onto": base_format, "dtype": dtype, "auto_class": found}
     settings.pop("base_revision", None)  # of the base that the run named
     if (commit := fingerprint.base_revision(model)) is not None:
         settings["base_revision"] = commit
@@ -133,8 +122,7 @@ def load_policy(
 def _load_base(
     adapter: Path, settings: RunSettings, base: str, form: str, dtype: str, device: str, allowed: bool, code: bool
 ) -> PreTrainedModel:
-    """The base at the run's revision, with the tokens that `adapter` added, compared; `settings` learns of another one that is `allowed`.
-    `code`: whether its own may run."""
+    """The base at the run's revision, with the tokens that `adapter` added, compared with the run's."""
     found: dict[str, Any] = {"revision": recorded_revision(settings, base), "trust_remote_code": code}
     hub = {"device_map": {"": device}, **found}
     if form == "nvfp4":
@@ -162,12 +150,9 @@ def check_served_base(
     allow_other_base: bool = False,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Compare the base that an engine will load by itself: loaded here for a moment, in the format that the run trained on.
+    """Compare the base that an engine will load by itself: loaded here for a moment, in the run's format.
 
     Returns the Hub's revision at which to load it, `None` for a folder.
-
-    Raises:
-        `ValueError`: as [`load_policy`], and the adapter is more than LoRA.
     """
     with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
         if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
@@ -197,11 +182,7 @@ def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
 
 
 def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool) -> RunSettings:
-    """Compare a base, just loaded, with the one that the run recorded: its weights, and how it computes with them. Returns what to record of it.
-
-    Raises:
-        `ValueError`: it is another one, and that is not `allowed`.
-    """
+    """Compare a base, just loaded, with the one the run recorded: weights and configuration. Returns what to record."""
     then, now = settings.get("base_sha256"), fingerprint.base_sha256(model)
     config = fingerprint.base_config(model)
     lines = identity.config_differences(settings.get("base_config"), config)
@@ -217,9 +198,10 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
         commit = settings.get("base_revision")
         trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
         raise ValueError(
-            f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} than the base that the adapter "
-            f"was trained on, {trained_on} in {settings.get('dtype', dtype)} ({'; '.join(lines)}). Name the run's own base: base_model=... "
-            "(--base-model), without dtype (--dtype); or take this one: allow_other_base=True (--allow-other-base)."
+            f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} "
+            f"than the base that the adapter was trained on, {trained_on} in {settings.get('dtype', dtype)} "
+            f"({'; '.join(lines)}). Name the run's own base: base_model=... (--base-model), without dtype (--dtype); "
+            "or take this one: allow_other_base=True (--allow-other-base)."
         )
     logger.warning("Building on another base than the run's, as allowed: %s.", "; ".join(lines))
     found["changed"] = [*settings.get("changed", []), *lines]
@@ -227,7 +209,7 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
 
 
 def require_whole(folder: Path) -> None:
-    """Refuse the folder of a run or checkpoint that is not as it was sealed, or whose adapter has a value that is not finite.
+    """Refuse a folder of a run or checkpoint that changed since it was sealed, or with an adapter that is not finite.
 
     Without a manifest (another trainer's) there is a warning, and only the values are looked at.
     """
@@ -239,15 +221,16 @@ def require_whole(folder: Path) -> None:
         )
     elif wrong := seal.problems(folder) or seal.added(folder):
         raise ValueError(
-            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run (checkpoint-<step>), or copy the "
-            f"folder from where it is whole. If the change was meant, remove {seal.MANIFEST_NAME} there: it is used with a warning then."
+            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run "
+            "(checkpoint-<step>), or copy the folder from where it is whole. If the change was meant, remove "
+            f"{seal.MANIFEST_NAME} there: it is used with a warning then."
         )
     if (folder / ADAPTER_FILE).is_file():
         require_finite(folder / ADAPTER_FILE)
 
 
 def recorded_settings(folder: Path) -> RunSettings:
-    """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest checkpoint inside."""
+    """Settings recorded by the run in `folder`: its manifest, or that of the newest checkpoint inside."""
     found = seal.recorded_settings(folder)
     if not seal.recorded_run(folder) and (newest := seal.last_checkpoint(folder)) is not None:
         found = seal.recorded_run(newest)
@@ -255,7 +238,7 @@ def recorded_settings(folder: Path) -> RunSettings:
 
 
 def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
-    """What the run gave its chat template, such as `{"enable_thinking": False}`: whoever asks its model asks with it."""
+    """The run's arguments to its chat template, such as `{"enable_thinking": False}`."""
     return settings.get("options", {}).get("chat_template_kwargs")
 
 
@@ -265,50 +248,41 @@ def format_of(model: str, revision: str | None = None, trust_remote_code: bool =
 
 
 def stored_as(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
-    """As [`format_of`], a dense model by its dtype: "nvfp4", "bfloat16", "float16" or "float32"; "dense" where its configuration has none."""
+    """As [`format_of`], with a dense model's dtype: "bfloat16", ...; "dense" if its configuration has none."""
     hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     config = load_config(model, trust_remote_code=trust_remote_code, **hub)
-    if getattr(config, "quantization_config", None) is not None:
+    if quantization_of(config) is not None:
         return "nvfp4"
-    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    dtype = config.dtype or config.get_text_config().dtype
     return "dense" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def require_format(model: str, base_format: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """Refuse a model that is not stored as `base_format`.
-
-    Raises:
-        `ValueError`: says how to get one that is.
-    """
+    """Refuse a model that is not stored as `base_format`."""
     stored = format_of(model, revision, trust_remote_code)
     if stored == base_format:
         return
     remedy = {
-        "nvfp4": f"Quantize it first (qerl-trl quantize {model} <folder>), or merge the run (qerl-trl merge) and name the merged folder",
+        "nvfp4": f"Quantize it first (qerl-trl quantize {model} <folder>), or merge the run (qerl-trl merge)",
         "bf16": "The weights it was made from are not in there: name the unquantized model",
     }
     raise ValueError(
-        f"base_format={base_format!r}, and {model} is stored as {stored}. {remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
+        f"base_format={base_format!r}, and {model} is stored as {stored}. "
+        f"{remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
     )
 
 
 def require_adapter(folder: Path) -> None:
-    """
-    Raises:
-        `ValueError`: there is no adapter in `folder`.
-    """
+    """Refuse a folder without an adapter."""
     if not (folder / "adapter_config.json").is_file():
         remedy = _newest_instead(folder) or "Name a checkpoint folder or the run's output folder"
         if (folder / "config.json").is_file():
-            remedy = "It is a model as it stands (merged already?), to be measured (qerl-trl eval) or published (qerl-trl push) as it is"
+            remedy = "It is a model (merged already?): measure (qerl-trl eval) or publish it (qerl-trl push) as it is"
         raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
 
 
 def require_model(folder: Path) -> None:
-    """
-    Raises:
-        `ValueError`: there is neither a model nor an adapter in `folder`.
-    """
+    """Refuse a folder with neither a model nor an adapter."""
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         remedy = _newest_instead(folder) or "Name a folder of a model, a checkpoint or a run's output folder"
         raise ValueError(f"{folder} has neither a config.json nor an adapter_config.json. {remedy}.")
@@ -342,16 +316,14 @@ def load_any(
     if base_format is not None and not quantizes:
         require_format(model, base_format, None, trust_remote_code)
     wanted, code = NVFP4Config(compute_dtype=dtype) if dtype else None, {"trust_remote_code": trust_remote_code}
+    compute = getattr(torch, dtype or "bfloat16")
     if quantizes:
-        loaded = from_pretrained(
-            model, wanted, dtype=getattr(torch, dtype or "bfloat16"), device_map={"": device}, **code
-        ).eval()
+        loaded = from_pretrained(model, wanted, dtype=compute, device_map={"": device}, **code).eval()
     else:
         config = load_config(model, wanted, **code)
-        packed = getattr(config, "quantization_config", None) is not None
         options: dict[str, Any] = {"dtype": dtype or "auto"}
-        if packed:
-            options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
+        if quantization_of(config) is not None:
+            options = {"config": config, "dtype": compute}
         loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
     finish(loaded, revision="main")
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}

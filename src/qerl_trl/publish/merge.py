@@ -1,6 +1,7 @@
-"""A policy as the dense model that it publishes, tensor by tensor: names as on disk, weights merged, cast or rounded when asked for.
+"""A policy as the dense model to publish, tensor by tensor: names as on disk, weights merged, cast or rounded.
 
-[`entries_of`] lists the tensors; nothing is computed until an entry's `value()` is called, and the model itself is not touched.
+[`entries_of`] lists the tensors; nothing is computed until an entry's `value()` is called, and the model itself is not
+touched.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -61,11 +62,7 @@ def _dense_base(layer: LoraLinear) -> Iterator[nn.Linear]:
 
 
 def check_base(policy: TrainedPolicy) -> None:
-    """Refuse to build on a base that has changed since the run began: what is merged would be merged again.
-
-    Raises:
-        `RuntimeError`: the adapter is merged, or a frozen weight is another one than the run recorded.
-    """
+    """Refuse to build on a base that has changed since the run began: what is merged would be merged again."""
     adapted = isinstance(policy.model, PeftModel)
     fingerprint.check_base(policy.model, recorded_base(policy.settings) if adapted else None)
 
@@ -98,7 +95,7 @@ class Entry(NamedTuple):
 
 @torch.no_grad()
 def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
-    """Every tensor of the dense model, in the model's order; weights of NVFP4 and LoRA layers are computed when asked for."""
+    """Every tensor of the dense model, in the model's order; NVFP4 and LoRA weights are computed on demand."""
     model = policy.transformers_model
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -107,8 +104,9 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                 continue
             if not isinstance(module, (LoraLinear, ModulesToSaveWrapper, TrainableTokensWrapper)):
                 raise ValueError(
-                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear layers, trained tokens and whole "
-                    "trained modules (modules_to_save) can. Save the adapter instead."
+                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear "
+                    "layers, trained tokens and whole trained modules (modules_to_save) can. Save the adapter "
+                    "instead."
                 )
             if isinstance(module, LoraLinear) and with_adapter:
                 _require_mergeable(name, module)
@@ -117,11 +115,11 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
             owners[name] = module
     entries: list[Entry] = []
     seen: set[tuple] = set()
-    again = getattr(model, "all_tied_weights_keys", None) or {}
-    tied = {*again, *again.values()}
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     for key, tensor in model.state_dict().items():
         _require_whole(key, tensor)
-        owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
+        parts = key.split(".")  # the shortest prefix: an adapter wins over the packed layer inside it
+        owner = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in owners), None)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         # of what was trained beside it (modules_to_save), the base's own is as it was, tied perhaps
         if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
@@ -129,13 +127,13 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                 # a trained copy that PEFT ties (ensure_weight_tying) is no part of a base
                 if ".modules_to_save." not in key and key.replace(".original_module.", ".") not in tied:
                     raise ValueError(
-                        f"{key} is in the same memory as another tensor, and transformers does not tie it again when it loads: it would be missing. "
-                        "Give it memory of its own (clone it), or publish the adapter."
+                        f"{key} is in the same memory as another tensor, and transformers does not tie it again when "
+                        "it loads: it would be missing. Give it memory of its own (clone it), or publish the adapter."
                     )
                 continue
             seen.add(place)
         if owner is None:
-            entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, partial(_same, tensor)))
+            entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, tensor.detach))
             continue
         entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
     renamed = _disk_names(model, entries)
@@ -148,31 +146,22 @@ def _require_mergeable(name: str, lora: LoraLinear) -> None:
             continue
         if lora.lora_bias.get(adapter) and getattr(lora.get_base_layer(), "bias", None) is None:
             raise ValueError(
-                f"The adapter of {name} has a bias (lora_bias=True), and the layer has none to merge it into. Save the adapter instead."
+                f"The adapter of {name} has a bias (lora_bias=True), and the layer has none to merge it into. Save "
+                "the adapter instead."
             )
         if isinstance(lora.lora_variant.get(adapter), ALoraLinearVariant):
             raise ValueError(
-                f"{name} carries an activated LoRA (aLoRA), which acts from its words on only. Save the adapter instead."
+                f"{name} carries an activated LoRA (aLoRA), which acts from its words on only. Save the adapter "
+                "instead."
             )
 
 
 def _require_whole(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta or tensor.numel() == 0 or hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_id"):
         raise RuntimeError(
-            f"{name} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from its folder: "
-            "qerl-trl merge <checkpoint> <folder>."
+            f"{name} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from "
+            "its folder: qerl-trl merge <checkpoint> <folder>."
         )
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    """Dotted prefixes of a tensor's name, the shortest first: an adapter wins over the packed layer inside it."""
-    parts = key.split(".")
-    for length in range(1, len(parts)):
-        yield ".".join(parts[:length])
 
 
 def _layer_entries(
@@ -182,7 +171,7 @@ def _layer_entries(
         wanted = f"modules_to_save.{module.active_adapters[0]}." if with_adapter else "original_module."
         if rest.startswith(wanted):
             leaf = rest.removeprefix(wanted)
-            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, partial(_same, tensor))
+            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, tensor.detach)
         return
     if isinstance(module, TrainableTokensWrapper):
         rows = module.token_adapter
@@ -220,8 +209,9 @@ def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, s
         reverted = revert_weight_conversion(model, {entry.name: stand_in})
         if len(reverted) != 1 or next(iter(reverted.values())).shape != stand_in.shape:
             raise ValueError(
-                f"{type(model).__name__} keeps {entry.name} in another form in memory than on disk, which a tensor-by-tensor export cannot "
-                "undo. Publish the adapter, or merge with PEFT (merge_and_unload) and save_pretrained, which needs the whole dense model."
+                f"{type(model).__name__} keeps {entry.name} in another form in memory than on disk, which a "
+                "tensor-by-tensor export cannot undo. Publish the adapter, or merge with PEFT (merge_and_unload) and "
+                "save_pretrained, which needs the whole dense model."
             )
         names[entry.name] = next(iter(reverted))
     return names
@@ -233,7 +223,7 @@ def nvfp4_layer(entry: Entry) -> NVFP4Linear | None:
     return layer if isinstance(layer, NVFP4Linear) else None
 
 
-# --- how each tensor is made ------------------------------------------------------------------------------------------------------
+# --- how each tensor is made ------------------------------------------------------------------------------------------
 
 
 def cast_job(entry: Entry, dtype: torch.dtype) -> Job:
@@ -258,7 +248,7 @@ def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
 
 
 def lossless_dtype(entry: Entry) -> torch.dtype:
-    """bfloat16 for a tensor that is only kept in float32 (a run with float32 compute loads a bf16 base so), else its own dtype."""
+    """bfloat16 for a bf16 tensor that a float32 run loaded in float32, else its own dtype."""
     if entry.dtype != torch.float32:
         return entry.dtype
     value = entry.value()
@@ -290,6 +280,7 @@ def fused_entries(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def requantize_job(group: list[Entry], scale_rule: str) -> Job:
+    """Round the merged weights of a fused group to NVFP4, with one global scale, and note how much survives."""
     note: RequantizedNote = {}
 
     def make() -> Iterator[torch.Tensor]:

@@ -1,8 +1,9 @@
 """What may leave this machine: a list of file names, and no file with a secret in it.
 
-Every upload of this package is put together by [`files_of`], and [`check`] stands before it once more in `hub`, in the one place that sends.
-A file whose name is not on the list stays where it is: `training_args.bin`, optimizer states, logs, completions, notes. Only a checkpoint
-that is pushed to go on from (`hub_strategy="checkpoint"` and `"all_checkpoints"`) takes along what a resumed run reads, in its own folder.
+Every upload of this package is put together by [`files_of`], and [`check`] stands before it once more in `hub`, in the
+one place that sends. A file whose name is not on the list stays where it is: `training_args.bin`, optimizer states,
+logs, completions, notes. Only a checkpoint that is pushed to go on from (`hub_strategy="checkpoint"` and
+`"all_checkpoints"`) takes along what a resumed run reads, in its own folder.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..checkpoint import seal
-from ..nvfp4.shards import check_inside
+from ..nvfp4.headers import check_inside
 from ..support import secrets
 
 #: repository path -> the file that is sent, or its content
@@ -24,7 +25,7 @@ _PUBLISHED = re.compile(
     r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|(?:vocab|merges)\.txt"
     r"|[\w.-]+\.(?:tiktoken|model)|(?:additional_chat_templates/)?[\w.-]+\.jinja"
     r"|(?:model|(?:\w+/)?adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-    rf"|{re.escape(seal.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json|curves\.png"
+    rf"|{re.escape(seal.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json"
 )
 #: what a resumed run reads beside the model
 _RESUMED = re.compile(
@@ -47,7 +48,7 @@ def may_leave(name: str) -> bool:
 
 
 def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Content, list[str]]:
-    """Those of the files `names` in `folder` that may be uploaded (into the repository's folder `below`), and the names of the others."""
+    """Those of the files `names` in `folder` that may be uploaded (into `below`), and the names of the others."""
     names = sorted(names)
     allowed = [name for name in names if may_leave(f"{below}/{name}" if below else name)]
     check_inside(folder, [folder / name for name in allowed])
@@ -55,8 +56,7 @@ def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Conte
 
 
 def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> Content:
-    """What of a checkpoint goes into the repository's folder `below`, so that a run can be resumed from there. `changed`: files with another
-    content than here."""
+    """Files of a checkpoint to resume from, for the repository's folder `below`, with `changed` contents."""
     sealed = seal.read_manifest(folder)
     files, _ = files_of(folder, sealed["files"].keys() - {"README.md"}, below)  # PEFT's template
     files |= changed
@@ -65,7 +65,7 @@ def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> 
 
 
 def manifest_of(content: Mapping[str, Path | bytes], sealed: seal.Manifest) -> bytes:
-    """The folder's manifest (`sealed`), for the files and texts that are sent: what was left out or written anew is no damage there."""
+    """The folder's manifest (`sealed`), reduced to the files and texts that are sent."""
     files = {name: sealed["files"][name] for name in content if name in sealed["files"]}
     for name, data in content.items():
         if isinstance(data, bytes) and name != seal.MANIFEST_NAME:
@@ -76,11 +76,7 @@ def manifest_of(content: Mapping[str, Path | bytes], sealed: seal.Manifest) -> b
 
 
 def check_words(repo_id: str, revision: str | None, message: str) -> None:
-    """As [`check`], for what stands beside the files.
-
-    Raises:
-        [`HubError`]: says which.
-    """
+    """As [`check`], for what stands beside the files."""
     words = {"The name of the repository": repo_id, "Its revision": revision or "", "The commit message": message}
     for where, text in words.items():
         if (what := secrets.find(text)) is not None:
@@ -90,21 +86,18 @@ def check_words(repo_id: str, revision: str | None, message: str) -> None:
 
 
 def check(content: Mapping[str, Path | bytes]) -> None:
-    """Refuse a file that may not leave, or that has a secret in it.
-
-    Raises:
-        [`HubError`]: names the file, and what is in it.
-    """
+    """Refuse a file that may not leave, or that has a secret in it."""
     for name, data in content.items():
         where = name if isinstance(data, bytes) else data
         if not may_leave(name):
             raise HubError(
-                f"{where} is not one of the files that are published (weights, configuration, tokenizer, card), so nothing was uploaded. "
-                "Move it out of the folder."
+                f"{where} is not one of the files that are published (weights, configuration, tokenizer, card), so "
+                "nothing was uploaded. Move it out of the folder."
             )
         is_json = name.endswith(".json")
         what = secrets.find(data, is_json) if isinstance(data, bytes) else secrets.find_in(data)
         if what is not None:
             raise HubError(
-                f"{where} contains {what}, so nothing was uploaded. Remove it there, and revoke it if the file has been anywhere else."
+                f"{where} contains {what}, so nothing was uploaded. Remove it there, and revoke it if the file has "
+                "been anywhere else."
             )

@@ -1,12 +1,11 @@
-"""Quantize a folder: dense safetensors checkpoint in, NVFP4 checkpoint (compressed-tensors layout) out, without building the model.
+"""Quantize a folder: dense safetensors in, NVFP4 (compressed-tensors) out, without building the model.
 
-The model class is instantiated on the meta device only, to learn which tensors are linear layers and which of them stay dense: the same
-rules as `from_pretrained(..., quantization_config=NVFP4Config())`. Then each weight is read, quantized and written to its final place on
-its own; q/k/v and gate/up are done together, since they share a global scale. Several are worked on at a time, within a budget of memory.
-A killed run continues with the shards that are missing.
+The model class is instantiated on the meta device, to learn which linear layers stay dense: the same rules as in
+`from_pretrained`. Then each weight is read, quantized and written to its final place; q/k/v and gate/up together, since
+they share a global scale. Several are worked on at a time, within a budget of memory. A killed run continues with the
+shards that are missing.
 
-On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck. `quantize_jobs` says how each
-tensor is made, `writer` writes them.
+On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck.
 """
 
 import dataclasses
@@ -38,18 +37,27 @@ from ..checkpoint.records import (
     versions,
 )
 from ..model import loading
-from ..nvfp4 import checkpoints, headers, shards
+from ..nvfp4 import checkpoints, headers
 from ..nvfp4.architectures import DECODER
-from ..nvfp4.config import NVFP4Config, auto_class_of
+from ..nvfp4.config import NVFP4Config, auto_class_of, quantization_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
 from ..rollout.sampling import end_tokens, save_generation_config, stored
 from ..support.files import hub_commit, named_in_errors
-from . import custom_code, staging, write
-from .quantize_jobs import Budget, copy_job, quantize_job, quantizer_for
+from . import write
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
     from ..checkpoint.settings import RunSettings
+import threading
+from collections.abc import Iterator
+
+from ..checkpoint.fingerprint import Pieces, row_of
+from ..nvfp4.checkpoints import TensorSpec, packed_specs
+from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
+from ..nvfp4.fused import share_global_scale
+from ..nvfp4.headers import check_finite, torch_dtype
+from ..nvfp4.linear import NVFP4Linear
+from .write import Job
 
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
@@ -57,14 +65,16 @@ _SLACK_BYTES = 400_000_000
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
-    "config.json", shards.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
-    "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", RESULTS_NAME, BEFORE_NAME,  # of a run
+    "config.json", headers.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
+    # of a run
+    "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json",
+    RESULTS_NAME, BEFORE_NAME,
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """What a finished `quantize_folder` reports: error and size. `nmse` is the squared error over the squared weight, on sampled rows."""
+    """Result of `quantize_folder`. `nmse`: squared error over squared weight, on sampled rows."""
 
     layers: list[QuantizedLayer]
     weights: int
@@ -101,20 +111,16 @@ def quantize_folder(
         card: called with the unfinished folder and the manifest's description, to add a README.
         progress: called with (bytes written since the last call, bytes in total).
 
-    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker on the host.
-
-    Raises:
-        `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
+    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker here.
     """
     folder = _local(model, trust_remote_code)
-    staging.require_apart(folder, destination)
+    write.require_apart(folder, destination)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
+    if quantization_of(config) is not None:
         method = config.quantization_config.get("quant_method")
-        raise ValueError(
-            f"{model} is quantized already ({method}). It can be used as it is; quantize the original model."
-        )
-    nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
+        raise ValueError(f"{model} is quantized already ({method}). Use it as it is, or quantize the original model.")
+    dtype = "float16" if str(config.dtype) in ("float16", "torch.float16") else "bfloat16"
+    nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, dtype)
     loading.begin(folder)
     tensors, converted, parameters, loaded_as = _matched(folder, config, nvfp4_config, trust_remote_code)
     settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
@@ -134,40 +140,25 @@ def quantize_folder(
     known: Export = {**export, "settings": settings.copy()}
     if "base_sha256" in finished.get("settings", {}):  # which is found out below
         known["settings"]["base_sha256"] = finished["settings"]["base_sha256"]
-    if not staging.is_complete(destination, known):
-        entries = custom_code.auto_map(config)
+    if not write.is_complete(destination, known):
+        entries = write.code_of(config)
         if is_hub_id(str(model)):
-            config.auto_map = custom_code.named(entries, str(model))
+            config.auto_map = write.naming_repository(entries, str(model))
         elif entries:
-            custom_code.warn(entries, destination)
-        with staging.staging(destination, export, overwrite, resumable=True) as partial:
-            layers, rows = _write(
-                partial,
-                tensors,
-                converted,
-                nvfp4_config,
-                device,
-                workers,
-                max_shard_bytes,
-                progress or (lambda *_: None),
-            )
-            skipped = nvfp4_config.dense_linears or []
-            layers = [layer | {"name": loaded_as.get(layer["name"], layer["name"])} for layer in layers]  # as in --skip
-            seal.write_json_atomically(
-                partial / REPORT_NAME,
-                {"layers": sorted(layers, key=lambda layer: layer["name"]), "not_quantized": skipped},
-            )
+            write.warn_of_code(entries, destination)
+        with write.staging(destination, export, overwrite, resumable=True) as partial:
+            report = progress or (lambda *_: None)
+            written = _write(partial, tensors, converted, nvfp4_config, device, workers, max_shard_bytes, report)
+            layers = [layer | {"name": loaded_as.get(layer["name"], layer["name"])} for layer in written[0]]
+            layers.sort(key=lambda layer: layer["name"])  # named as in --skip
+            content = {"layers": layers, "not_quantized": nvfp4_config.dense_linears or []}
+            seal.write_json_atomically(partial / REPORT_NAME, content)
             loading.finish()
-            found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in rows)}
+            found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in written[1])}
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
                 settings["base_sha256"] = fingerprint.sha256_of(found[name] for name in parameters)
-            _copy_beside(folder, partial, str(model))
-            if (folder / "tokenizer.json").is_file():
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
-                known = stored(folder, config)
-                if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
-                    save_generation_config(partial, known, tokenizer)
-            custom_code.copy_none(config)
+            _copy_beside(folder, partial, str(model), config)
+            write.leave_code_out(config)
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
             if card is not None:
@@ -184,18 +175,12 @@ def _local(model: str | os.PathLike, with_code: bool) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=patterns))
 
 
-def _dtype_name(config: PretrainedConfig) -> str:
-    name = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    return name if name in ("bfloat16", "float16") else "bfloat16"
-
-
 def _matched(
     folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
 ) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str], dict[str, str]]:
-    """(tensors of the checkpoint, linear layers to quantize by the checkpoint's names, names of the parameters that the loaded model will have, none
-    where that is not known, what modules of the checkpoint are called then), checked against each other."""
-    tensors = shards.read_folder(folder)
-    shards.check_inside(folder, {info.file for info in tensors.values()})
+    """(tensors, linears to quantize by stored name, parameter names once loaded if known, module renames)."""
+    tensors = headers.read_folder(folder)
+    headers.check_inside(folder, {info.file for info in tensors.values()})
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
     linears = nvfp4_config.linears_to_quantize(model)
@@ -205,8 +190,9 @@ def _matched(
     absent = [name for name in converted if f"{name}.weight" not in tensors]
     if absent:
         raise ValueError(
-            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. {absent[0]}.weight: the checkpoint's "
-            "names differ from the model's. Load it with from_pretrained(..., quantization_config=NVFP4Config()) and save_pretrained it."
+            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. "
+            f"{absent[0]}.weight: the checkpoint's names differ from the model's. Load it with from_pretrained(..., "
+            "quantization_config=NVFP4Config()) and save_pretrained it."
         )
     for name, layer in converted.items():
         info = tensors[f"{name}.weight"]
@@ -214,16 +200,14 @@ def _matched(
             raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
     dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in linears}
     packed = {f"{name}.{part}" for name in linears for part in PACKED}
-    as_loaded = config.architectures in (
-        None,
-        [type(model).__name__],
-    )  # else its parameters have other names when it is trained
+    # of another class its parameters have other names when it is trained
+    as_loaded = config.architectures in (None, [type(model).__name__])
     loaded_as = {name: module for module, name in stored.items()}
     return tensors, converted, dense | packed if as_loaded else set(), loaded_as
 
 
 def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """What a checkpoint calls the modules that transformers calls otherwise once it has loaded them, as Gemma 3's, Qwen2.5-VL's and Mistral 3's."""
+    """Stored names of the modules that transformers renames while loading, as Gemma 3's and Mistral 3's."""
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
@@ -250,7 +234,7 @@ def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
     return digest.hexdigest()
 
 
-# --- the work ---------------------------------------------------------------------------------------------------------------------
+# --- the work ---------------------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -274,21 +258,13 @@ def _write(
     ]
     total = sum(job.nbytes for job in jobs)
     if workers is None:
-        # on a CPU one thread keeps a core busy with small tensor operations; more of them mostly wait for each other's interpreter lock
-        workers = (
-            1 if torch.device(device).type == "cpu" and (os.cpu_count() or 1) <= 2 else min(os.cpu_count() or 1, 8)
-        )
+        cores = os.cpu_count() or 1  # on a small CPU more threads mostly wait for each other's interpreter lock
+        workers = 1 if torch.device(device).type == "cpu" and cores <= 2 else min(cores, 8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one core per worker: layers in parallel scale better than the pieces of a layer
     try:
-        written = write.write_shards(
-            folder,
-            jobs,
-            dict(checkpoints.WRITTEN_BY, scale_rule=config.scale_rule),
-            max_shard_bytes,
-            workers,
-            lambda size: progress(size, total),
-        )
+        about = dict(checkpoints.WRITTEN_BY, scale_rule=config.scale_rule)
+        written = write.write_shards(folder, jobs, about, max_shard_bytes, workers, lambda size: progress(size, total))
     finally:
         torch.set_num_threads(threads)
     notes = cast(list[QuantizedNote], written)  # of the jobs above
@@ -316,15 +292,20 @@ def _beside(folder: Path) -> list[Path]:
     return [file for name, file in sorted(files.items()) if name not in left and not name.endswith(".index.json")]
 
 
-def _copy_beside(folder: Path, destination: Path, model: str) -> None:
-    shards.check_inside(folder, files := _beside(folder))
+def _copy_beside(folder: Path, destination: Path, model: str, config: PretrainedConfig) -> None:
+    headers.check_inside(folder, files := _beside(folder))
     for file in files:
         shutil.copyfile(file, destination / file.name)
     own = destination / "tokenizer_config.json"
     content = json.loads(own.read_text()) if own.is_file() else {}
     if is_hub_id(model) and isinstance(content.get("auto_map"), dict):
-        named = {**content, "auto_map": custom_code.named(content["auto_map"], model)}
+        named = {**content, "auto_map": write.naming_repository(content["auto_map"], model)}
         seal.write_json_atomically(own, named)
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
+        known = stored(folder, config)
+        if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
+            save_generation_config(destination, known, tokenizer)
 
 
 def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
@@ -336,3 +317,128 @@ def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
         written_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         skipped=content["not_quantized"],
     )
+
+
+# --- how each tensor is made ------------------------------------------------------------------------------------------
+
+#: quantizes a matrix by a scale rule
+Quantize = Callable[[torch.Tensor, str], NVFP4Tensor]
+#: weights of a layer on which its error is measured: evenly spaced rows
+_ERROR_SAMPLE = 1 << 16
+#: of a dense tensor, copied at a time
+_PIECE_BYTES = 1 << 24
+
+
+class Budget:
+    """Bytes that may be in work at a time; one job may always run, however large."""
+
+    def __init__(self, total: int):
+        self._free, self._total = total, total
+        self._changed = threading.Condition()
+
+    def acquire(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size or self._free == self._total)
+            self._free -= size
+
+    def release(self, size: int) -> None:
+        with self._changed:
+            self._free += size
+            self._changed.notify_all()
+
+
+def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
+    """The quantizer for `device`: the reference, or a kernel where it saves more than its compilation takes."""
+    if device.type == "cuda" and scale_rule != "rtn":
+        import qerl_nvfp4
+
+        if qerl_nvfp4.is_available(device):
+            lock = threading.Lock()  # Triton's launcher is not made for several threads; launching is short
+
+            def by_kernel(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
+                scale = power_of_two_global_scale(largest_magnitude(weight))  # refuses NaN and infinity
+                with lock:
+                    packed, block_scale = qerl_nvfp4.quantize(weight, scale_rule, scale)
+                return NVFP4Tensor(packed, block_scale, scale)
+
+            return by_kernel
+    return quantize
+
+
+def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize: Quantize, budget: Budget) -> Job:
+    """Quantize the weights of a fused group, with one global scale, and note errors and fingerprint rows."""
+    note: QuantizedNote = {}
+    size = sum(info.nbytes for info in group)
+
+    def make() -> Iterator[torch.Tensor]:
+        budget.acquire(size)
+        try:
+            yield from quantized()
+        finally:
+            budget.release(size)
+
+    def quantized() -> Iterator[torch.Tensor]:
+        layers, errors = [], []
+        for info in group:
+            weight = next(info.pieces(info.nbytes)).to(device)
+            try:
+                tensor = quantize(weight, scale_rule)
+            except ValueError as error:
+                raise ValueError(f"{info.file}: tensor {info.name!r}: {error}") from error
+            layers.append(NVFP4Linear.from_nvfp4(tensor))
+            errors.append(_error(info.name.removesuffix(".weight"), weight, tensor))
+            del weight, tensor
+        if len(layers) > 1:
+            share_global_scale(layers)  # as after loading, so that the bytes are the same
+        note["rows"] = [
+            row_of(f"{error['name']}.{name}", parameter)
+            for layer, error in zip(layers, errors, strict=True)
+            for name, parameter in layer.named_parameters()
+        ]
+        for layer in layers:
+            packed, block_scale, scale = layer.nvfp4
+            yield from (packed.cpu(), block_scale.view(torch.float8_e4m3fn).cpu(), scale.cpu())
+        note["layers"] = errors
+
+    return Job(tuple(spec for info in group for spec in packed_specs(info.name, *info.shape)), make, note)
+
+
+def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
+    """A tensor that stays dense: float32 becomes the compute dtype. `device`: for its row of the fingerprint."""
+    note: QuantizedNote = {}
+    stored = torch_dtype(info)
+    dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
+    size = min(info.nbytes, _PIECE_BYTES)
+
+    def make() -> Iterator[torch.Tensor]:
+        budget.acquire(size)
+        try:
+            row = Pieces(info.name, info.shape, device)
+            for piece in info.pieces(_PIECE_BYTES):
+                check_finite(info.name, piece, str(info.file))
+                kept = piece.to(dtype)
+                row.add(kept)
+                yield kept
+            note["rows"] = [row.row()]
+        finally:
+            budget.release(size)
+
+    return Job((TensorSpec(info.name, dtype, info.shape),), make, note)
+
+
+def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> QuantizedLayer:
+    """Error of a layer on evenly spaced rows: relative squared, and the largest."""
+    rows = max(1, min(weight.shape[0], _ERROR_SAMPLE // weight.shape[1]))
+    step = weight.shape[0] // rows
+    sample = weight[::step].float()
+    packed, block_scale = tensor.packed[::step].contiguous(), tensor.block_scale[::step].contiguous()
+    error = dequantize(packed, block_scale, tensor.global_scale, torch.float32) - sample
+    sums = sample.square().sum(dtype=torch.float64), error.square().sum(dtype=torch.float64), error.abs().max().double()
+    squared, squared_error, largest = torch.stack(sums).tolist()  # a GPU is waited for once
+    return {
+        "name": name,
+        "shape": list(weight.shape),
+        "weights": weight.numel(),
+        "nmse": squared_error / squared if squared else 0.0,
+        "largest_error": largest,
+    }

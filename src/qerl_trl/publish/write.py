@@ -1,28 +1,32 @@
 """Safetensors written tensor by tensor, in any order, resumable.
 
-A checkpoint of any size is described by *jobs*: what tensors a job will give (names, dtypes, shapes) is known before their values are.
-So every file's header is written first and each tensor goes straight to its place in the file, from any thread and in any order, and no
-more than the tensors being worked on is ever in memory. A shard gets its final name when it is complete; a killed run continues with the
-shards that are missing.
+A checkpoint of any size is described by *jobs*: what tensors a job will give (names, dtypes, shapes) is known before
+their values are. So every file's header is written first and each tensor goes straight to its place in the file, from
+any thread and in any order, and no more than the tensors being worked on is ever in memory. A shard gets its final name
+when it is complete; a killed run continues with the shards that are missing.
 """
 
+import fcntl
 import hashlib
 import io
 import json
+import logging
 import os
+import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PretrainedConfig
 
 from ..checkpoint import seal
 from ..checkpoint.records import Note
 from ..nvfp4.checkpoints import TensorSpec
-from ..nvfp4.headers import DTYPES, check_finite
-from ..nvfp4.shards import INDEX_NAME
+from ..nvfp4.headers import DTYPES, INDEX_NAME, check_finite
 
 #: default size of a shard: small enough that a killed run loses little
 MAX_SHARD_BYTES = 1_000_000_000
@@ -31,8 +35,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Job(NamedTuple):
-    """Tensors that are made together. `make` yields them in the order of `specs`, each whole or in slices of its first dimension (a slice
-    may be overwritten when the next is asked for); `note` may be filled by it (JSON) and is kept."""
+    """Tensors that are made together. `make` yields them in the order of `specs`, each whole or in slices of its first
+    dimension (a slice may be overwritten when the next is asked for); `note` may be filled by it (JSON) and is kept."""
 
     specs: tuple[TensorSpec, ...]
     make: Callable[[], Iterable[torch.Tensor]]
@@ -51,11 +55,10 @@ def write_shards(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[Note]:
-    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept. A tensor that is not
-    finite throughout is not written.
+    """Write the tensors of `jobs` as `model*.safetensors` with their index; finished shards are kept.
 
     Args:
-        folder: existing folder, from [`staging.staging`] if an interrupted run shall be continued.
+        folder: existing folder, from [`staging`] if an interrupted run shall be continued.
         metadata: goes into each file's header, beside `format: pt`.
         max_shard_bytes: a job is never split, so a shard may exceed this by its largest job.
         workers: jobs worked on at a time, as threads.
@@ -124,7 +127,8 @@ class _Shard:
     def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
         self.path, self.jobs, self.progress = path, jobs, progress
         self._temporary = path.with_name(f".{path.name}.tmp")
-        # readers view the file's bytes as the tensor's dtype: what would leave its successor at an odd place comes last, wider dtypes first
+        # readers view the file's bytes as the tensor's dtype: what would leave its successor at an odd place comes
+        # last, wider dtypes first
         specs = sorted(
             (spec for job in jobs for spec in job.specs),
             key=lambda spec: -spec.dtype.itemsize if spec.nbytes % 8 else -8,
@@ -193,7 +197,7 @@ class _Shard:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, to be read or written in place."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs on Python 3.11
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
@@ -203,3 +207,142 @@ def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+# --- folders that are published whole or not at all -------------------------------------------------------------------
+
+_RECORD_NAME = ".record.json"
+
+
+def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> None:
+    """Refuse a destination that is or holds its own source: `overwrite` would remove a run with its checkpoints."""
+    read, written = Path(source).resolve(), Path(destination).resolve()
+    if read.is_dir() and read.is_relative_to(written):
+        raise ValueError(
+            f"{destination} is, or holds, {source}, from which it would be made and which would be removed in its "
+            "place. Name another folder."
+        )
+
+
+def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
+    """Refuse a destination with something else in it, or, with `overwrite`, with more than one export in it."""
+    destination = Path(destination).absolute()
+    taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
+    if not taken:
+        return
+    if not overwrite:
+        raise ValueError(
+            f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced "
+            "(overwrite=True, --overwrite)."
+        )
+    found = [*seal.of_a_run(destination), *(path.parent.name for path in destination.glob("*/*.safetensors"))]
+    found += [".git"] if (destination / ".git").exists() else []
+    if found:
+        raise ValueError(
+            f"{destination} holds more than an export ({', '.join(found[:5])}), and all of it would be removed in its "
+            "place. Name a folder for this export alone."
+        )
+
+
+def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
+    """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
+    same = seal.recorded_run(destination) == _as_json(run)
+    return same and not seal.problems(destination) and not seal.added(destination)
+
+
+@contextmanager
+def staging(
+    destination: str | os.PathLike, run: Mapping[str, Any], overwrite: bool = False, resumable: bool = False
+) -> Iterator[Path]:
+    """Yield a folder to fill; when the block ends well, seal it and make it `destination`.
+
+    Args:
+        run: JSON description of what is made from what. Becomes the manifest's `run`.
+        resumable: an interrupted run with the same description is continued in its folder; else it is discarded.
+        overwrite: replace an existing destination. Otherwise only an empty folder may be there.
+
+    Raises:
+        `ValueError`: as [`require_room`]. `RuntimeError`: another process is writing it.
+    """
+    destination = Path(destination).absolute()
+    require_room(destination, overwrite)
+    partial = destination.with_name(f".{destination.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with open(partial / _RECORD_NAME, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"Another process is writing {destination} (in {partial}). Wait for it or end it, or choose another "
+                "folder."
+            ) from error
+        record = json.dumps(_as_json(run))
+        if not resumable or (partial / _RECORD_NAME).read_text() != record:
+            for path in set(partial.iterdir()) - {partial / _RECORD_NAME}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            lock.truncate(0)
+            lock.write(record)
+            lock.flush()
+        yield partial
+        hashed = {
+            path.name[1:].removesuffix(NOTES_SUFFIX): json.loads(path.read_text())["sha256"]
+            for path in partial.glob(f".*{NOTES_SUFFIX}")
+        }
+        for path in partial.glob(".*"):
+            path.unlink()  # the record, notes of finished shards, temporary files of a killed run
+        seal.seal(partial, run, hashed)
+        _replace(partial, destination)
+
+
+def _as_json(run: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(run))
+
+
+def _replace(new: Path, destination: Path) -> None:
+    """Make the folder `new` the folder `destination`; the old one is removed afterwards."""
+    old = destination.with_name(f".{destination.name}.old")
+    seal.discard(old)
+    if destination.exists():
+        os.rename(destination, old)
+    os.rename(new, destination)
+    seal.discard(old) if old.is_dir() else old.unlink(missing_ok=True)
+
+
+# --- a model with code of its own -------------------------------------------------------------------------------------
+
+logger = logging.getLogger(__name__)
+
+
+def code_of(config: PretrainedConfig) -> dict[str, Any]:
+    return getattr(config, "auto_map", None) or {}
+
+
+def leave_code_out(config: Any) -> None:
+    """Keep `config.save_pretrained` from copying the code, and from naming the copy in the place of the repository."""
+    config._auto_class = None
+
+
+def naming_repository(entries: dict[str, Any], repo: str) -> dict[str, Any]:
+    """An auto_map whose files are those of the repository `repo`."""
+
+    def of_repo(name: Any) -> Any:
+        if isinstance(name, (list, tuple)):
+            return [of_repo(part) for part in name]
+        return name if not name or "--" in name else f"{repo}--{name}"
+
+    return {role: of_repo(name) for role, name in entries.items()}
+
+
+def warn_of_code(entries: dict[str, Any], folder: str | os.PathLike) -> None:
+    """Warn that `folder` cannot be loaded without the files that its auto_map names."""
+    parts = [
+        part for name in entries.values() for part in (name if isinstance(name, (list, tuple)) else [name]) if part
+    ]
+    if files := sorted({f"{part.split('.')[0]}.py" for part in parts if "--" not in part}):
+        logger.warning(
+            "The code of this model (%s) is not exported, so %s cannot be loaded alone. Name the repository that has "
+            "it in auto_map of the configuration (%s), or copy the files.",
+            ", ".join(files),
+            folder,
+            naming_repository(entries, "user/name"),
+        )

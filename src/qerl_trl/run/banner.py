@@ -8,7 +8,7 @@ from torch import nn
 
 from ..checkpoint.records import hardware, versions
 from ..memory.formulas import model_bytes, optimizer_bytes
-from ..nvfp4.kernels import selected_for_model
+from ..nvfp4.fused import selected_for_model
 from ..nvfp4.linear import NVFP4Linear, describe
 
 

@@ -31,8 +31,7 @@ from vllm.model_executor.utils import set_weight_attrs
 import qerl_nvfp4
 
 from ...nvfp4.checkpoints import LAYOUTS
-from ...nvfp4.format import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
-from ...nvfp4.fp8 import dequantize_fp8
+from ...nvfp4.format import BLOCK_SIZE, dequantize_fp8, largest_magnitude, power_of_two_global_scale
 from ..wire import BATCH_INVARIANT, batch_invariant
 from .compile_ahead import compile_expected, expect_layer
 
@@ -369,7 +368,7 @@ class DenseMethod(AdaptedMethod):
 
 @register_weight_loader_v2_supported_method
 class ModelOptFP8Method(DenseMethod):
-    """FP8 layers of a mixed ModelOpt checkpoint that the engine reads itself: dense once loaded, with the trainer's bits (nvfp4/fp8.py)."""
+    """FP8 layers of a mixed ModelOpt checkpoint that the engine reads itself: dense once loaded, with the trainer's bits (nvfp4/format.py)."""
 
     _PER_TENSOR = ("weight_scale", "input_scale")
 
