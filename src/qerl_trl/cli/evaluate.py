@@ -1,60 +1,21 @@
-"""Commands that run a model: train, eval."""
+"""`qerl-trl eval`: accuracy of a model or a run on a benchmark, own data or a task."""
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..checkpoint.records import RESULTS_NAME
-from ..support.recipes import accelerate_file, config_file, examples_folder, task_file
-from .options import AccelerateConfig, AsJson, NumProcesses, note, print_result
+from ..support.recipes import task_file
+from .train import AsJson, note, print_result
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from ..tasks.evaluation import Protocol
     from ..tasks.task import Task
-
-
-def train(
-    context: typer.Context,
-    config: Annotated[
-        str | None,
-        typer.Option(help="YAML file; a bare name is looked up in the shipped configs. Default: by machine."),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="YAML file of a task, or the name of a shipped one. Default: what the configuration says."),
-    ] = None,
-    num_processes: NumProcesses = None,
-    accelerate_config: AccelerateConfig = None,
-) -> None:
-    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig, TRL's ModelConfig and of a task."""
-    arguments = list(context.args)
-    if task is not None:
-        arguments += ["--task", str(task_file(task))]
-    if config is not None:
-        arguments += ["--config", str(config_file(config))]
-    command = example_command(arguments, num_processes, accelerate_config)
-    sys.stdout.flush()
-    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
-
-
-def example_command(
-    arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
-) -> list[str]:
-    """The command line that trains with the example script."""
-    launcher = [sys.executable]
-    if accelerate_config is not None or (num_processes or 1) > 1:
-        launcher += ["-m", "accelerate.commands.launch"]
-    if accelerate_config is not None:
-        launcher += ["--config_file", str(accelerate_file(accelerate_config))]
-    if num_processes is not None and len(launcher) > 1:
-        launcher += ["--num_processes", str(num_processes)]
-    return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
 
 
 def evaluate(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.records import RESULTS_NAME
-from .results import differing
 
 #: arm -> options of the example; a claim is about two of them
 ARMS: dict[str, dict[str, str]] = {
@@ -80,7 +79,11 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[dict[str, 
     ways = [(run["folder"], run["measured_by"]) for run in runs]
     for folder, way in ways[1:]:
         first_folder, first = ways[0]
-        if lines := [f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in differing(first, way)]:
+        if lines := [
+            f"{name}: {first.get(name)!r}, {way.get(name)!r}"
+            for name in sorted({*first, *way})
+            if first.get(name) != way.get(name)
+        ]:
             raise ValueError(
                 f"These runs cannot be compared, {first_folder} and {folder} were measured in different ways ({'; '.join(lines)}). Measure all with one "
                 "grader and one set of options: start the same command in another --output_dir."

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from .named import in_words
+from .grading import in_words
 
 #: files that are read, compressed with gzip or not; of a folder those of the first kind that it has
 KINDS = (".jsonl", ".parquet", ".csv", ".tsv", ".json", ".txt")

@@ -10,15 +10,16 @@ Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_col
 is no text as it stands in the data; ours compare numbers as their text. `reward` compares nothing: the task's first reward says what is right.
 """
 
+import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from .named import function_named
 
 Grader = Callable[[str, Any], bool]
 
@@ -201,3 +202,127 @@ def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool 
     if isinstance(gold, str):
         gold = gold.strip() if whole else final_answer(gold) or gold
     return bool(compare(answer, gold))
+
+
+# --- rewards, with TRL's signature: worked lines, then `#### answer` as in GSM8K --------------------
+
+
+def completion_text(completion: str | list[dict]) -> str:
+    """The text of a completion, plain or conversational."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def correctness(
+    grader: str | Grader = "auto", whole: bool = False, folders: list[Path] | None = None
+) -> Callable[..., list[float]]:
+    """A reward function: 1.0 where the stated answer equals the dataset's `answer` as `grader` compares (grading.py), else 0.0.
+
+    Args:
+        whole: all that the model says last is its answer; otherwise what stands after `####` or in a box.
+        folders: where the file of a grader is looked for.
+
+    Raises:
+        `ValueError`, `ImportError`: as [`grading.grader_of`].
+    """
+    compare = grader_of(grader, folders) if isinstance(grader, str) else grader
+    name = grader if isinstance(grader, str) else getattr(grader, "__name__", "own")
+
+    def correctness_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
+        texts = map(completion_text, completions)
+        return [float(is_correct(text, gold, compare, whole)) for text, gold in zip(texts, answer, strict=True)]
+
+    if name != "auto" or whole:  # another reward: a run that goes on is compared by its rewards' names
+        correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", name) + ("_whole" if whole else "")
+    return correctness_reward
+
+
+def format_reward(completions: list, **kwargs) -> list[float]:
+    """1.0 where the completion ends in exactly one `#### answer` line after at least one line of work, else 0.0."""
+    return [float(_well_formed(completion_text(c))) for c in completions]
+
+
+def _well_formed(text: str) -> bool:
+    lines = [line for line in text.strip().split("\n") if line.strip()]
+    marks = sum(line.lstrip().startswith(ANSWER_MARK) for line in lines)
+    return len(lines) >= 2 and marks == 1 and bool(MARKED.match(lines[-1].lstrip()))
+
+
+# --- functions by name, as a YAML file or a command line says them --------------------
+
+_HOW = "Name it as file.py:function or package.module:function."
+
+
+def found(name: str, folders: list[Path]) -> Path | None:
+    """The file or folder `name` as seen from the first of `folders` in which it is; `None` if it is in none."""
+    return next((place for folder in folders if (place := folder / name).exists()), None)
+
+
+def in_words(folders: Sequence[Path]) -> str:
+    """Where something was looked for, each place once."""
+    return ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+
+
+def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
+    """The function or class that `name` says; a file is looked for in `folders`, by default in the working directory.
+
+    Raises:
+        `ValueError`: there is none, with `option` as what the user wrote it for.
+    """
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place:
+        raise ValueError(f"{option}={name!r} is no function. {_HOW}")
+    folders = folders or [Path()]
+    try:
+        module = _of_file(place, folders) if place.endswith(".py") else _of_module(place, folders)
+    except (ImportError, OSError) as error:
+        raise ValueError(f"{option}={name!r} cannot be found: {error}. {_HOW}") from error
+    if not hasattr(module, attribute):
+        own = {
+            each: value for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        }
+        there = [each for each, value in own.items() if callable(value) and not each.startswith("_")]
+        raise ValueError(
+            f"{option}={name!r} cannot be found: {place} has no {attribute!r}, but {', '.join(there[:20]) or 'no function'}. {_HOW}"
+        )
+    value = getattr(module, attribute)
+    if not callable(value):
+        raise ValueError(f"{option}={name!r} is {value!r}, no function of that kind. {_HOW}")
+    return value
+
+
+def _of_module(place: str, folders: list[Path]) -> ModuleType:
+    """An installed module, or where there is none of that name a file of it in one of `folders`."""
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        file = f"{place.replace('.', '/')}.py"
+        if error.name != place.split(".")[0] or found(file, folders) is None:
+            raise
+        return _of_file(file, folders)
+
+
+def _of_file(place: str, folders: list[Path]) -> ModuleType:
+    file = found(place, folders)
+    if file is None:
+        raise FileNotFoundError(f"there is no {place} in {in_words(folders)}")
+    file = file.resolve()
+    name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
+    if name in sys.modules:
+        return sys.modules[name]
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(main, "__file__", None) and Path(main.__file__ or "").resolve() == file:
+        return main
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "of a path that ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    beside = str(file.parent)
+    sys.path.insert(0, beside)  # what a script that is run sees: the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(beside)
+    return module

@@ -2,16 +2,20 @@
 
 import json
 import logging
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from datasets import Dataset
 from transformers import ProgressCallback, TrainerCallback
 
 from ..checkpoint import seal
 from ..checkpoint.fingerprint import base_revision
-from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults
+from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, Arm, RunResults
+from ..checkpoint.settings import dataset_sha256
 from ..publish.hub import HubError
 from ..publish.load import recorded_settings
 from ..rollout.placement import placed_in_training
@@ -20,11 +24,8 @@ from ..run.exits import last_whole, told_of_interrupts
 from ..run.folder import step_of
 from ..support.secrets import redacted_words
 from .data import first
-from .evaluation import Accuracy, paired_difference
-from .grading import in_form
-from .held_out import HeldOutAccuracy, held_out_verdicts, measured_by
-from .results import arm_of, read_before, write_before
-from .rewards import completion_text
+from .evaluation import Accuracy, HeldOutAccuracy, held_out_verdicts, measured_by, paired_difference
+from .grading import completion_text, in_form
 from .task import Task
 
 logger = logging.getLogger(__name__)
@@ -205,3 +206,66 @@ def _report(
         f"    {publish}"
     )
     return results
+
+
+# --- what was measured before training, and results.json --------------------
+
+
+def write_before(
+    output_dir: str | os.PathLike, verdicts: list[bool], problems: Dataset, measured_by: Mapping[str, Any]
+) -> None:
+    """Keep which of `problems` were solved before training, and by what that was measured ([`evaluation.measured_by`])."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    content = {
+        "correct": verdicts,
+        "problems_sha256": dataset_sha256(problems),
+        "measured_by": dict(measured_by),
+    }
+    seal.write_json_atomically(Path(output_dir, BEFORE_NAME), content)
+
+
+def read_before(output_dir: str | os.PathLike, problems: Dataset, measured_by: Mapping[str, Any]) -> list[bool] | None:
+    """Which of `problems` were solved before the run in `output_dir` began to train; `None` where nobody has measured it.
+
+    Raises:
+        `ValueError`: it was measured on other problems or in another way, and the trained weights cannot say it any more.
+    """
+    file = Path(output_dir, BEFORE_NAME)
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text())
+    then, now = len(content["correct"]), len(problems)
+    digest = dataset_sha256(problems)
+    if then != now or content["problems_sha256"] != digest:
+        which = f"{then} problems then, {now} now" if then != now else f"{now} problems both times, but others"
+        raise ValueError(
+            f"The accuracy before training in {file} was measured on other held-out problems ({which}), so the accuracy after it could not be "
+            f"compared with it. Go on with the same problems (--eval_problems {then}, the same data and system prompt), or choose another "
+            "output_dir."
+        )
+    lines = [f"{name}: {_shown(was)} then, {_shown(is_now)} now" for name, was, is_now in _others(content, measured_by)]
+    if lines:
+        raise ValueError(
+            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}), so the accuracy after it could not be "
+            "compared with it. Go on with the same grader (or first reward) and the same limits and prompts, or choose another output_dir."
+        )
+    return content["correct"]
+
+
+def _others(content: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value then and value now of what differs."""
+    for name, was in content["measured_by"].items():
+        is_now = json.loads(json.dumps(now.get(name)))
+        unread = name.endswith("_sha256") and name in now and None in (was, is_now)  # typed in a prompt
+        if was != is_now and not unread:
+            yield name, was, is_now
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", text)
+
+
+def arm_of(settings: Mapping[str, Any]) -> Arm:
+    """The arm of a comparison that a run with these recorded settings is."""
+    return cast(Arm, {name: settings.get(name) for name in Arm.__annotations__})

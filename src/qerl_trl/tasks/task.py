@@ -24,9 +24,18 @@ from trl import rewards as trl_rewards
 from ..checkpoint.sources import source_sha256
 from ..support.recipes import contents
 from . import data as problems
-from .grading import BY_REWARD, GRADERS, Grader, grader_of, is_correct, require_references
-from .named import found, function_named
-from .rewards import correctness, format_reward
+from .grading import (
+    BY_REWARD,
+    GRADERS,
+    Grader,
+    correctness,
+    format_reward,
+    found,
+    function_named,
+    grader_of,
+    is_correct,
+    require_references,
+)
 
 #: TRL's rewards that have to be made first, with the values of `trl grpo`
 _MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
