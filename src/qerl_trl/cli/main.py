@@ -1,9 +1,7 @@
-"""The command line `qerl-trl`: the list of commands, and what becomes of their errors.
+"""The command line `qerl-trl`: the list of commands, and their errors. Heavy imports are inside them, so `--help` is instant.
 
-The commands are in `make`, `train`, `evaluate` and `plan`; heavy imports happen inside them, so that `--help` is instant.
-
-Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go to standard output
-(as JSON with `--json`), everything else to standard error.
+Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go
+to standard output (as JSON with `--json`), everything else to standard error.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Commands that train: `train`, one run; `arms`, each arm with each seed. And what every command shares: options, notes and progress."""
+"""Commands that train: `train` (one run) and `arms` (arms x seeds); options, notes and progress of every command."""
 
 import json
 import os
@@ -25,8 +25,7 @@ BaseFormat = Annotated[
     str | None, typer.Option(help="nvfp4 or bf16: the base's format. Default: what the run recorded.")
 ]
 AllowOtherBase = Annotated[
-    bool,
-    typer.Option("--allow-other-base", help="Take a base with other weights than the run's. The record says so."),
+    bool, typer.Option("--allow-other-base", help="Take a base with other weights than the run's; it is recorded.")
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
 
@@ -42,15 +41,13 @@ WrittenDtype = Annotated[
     str | None,
     typer.Option(
         callback=_checked_dtype,
-        help="bfloat16, float16 or float32: of what --as bf16 writes, by default bfloat16. What is computed in is what the run recorded.",
+        help="bfloat16 (default), float16 or float32: of what --as bf16 writes, not of what is computed in.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
 NumProcesses = Annotated[
     int | None,
-    typer.Option(
-        help="Processes (GPUs) of a run, through accelerate launch. Default: 1, or as --accelerate-config says."
-    ),
+    typer.Option(help="Processes (GPUs) of a run, by accelerate launch. Default: 1, or as --accelerate-config says."),
 ]
 AccelerateConfig = Annotated[
     str | None,
@@ -73,14 +70,13 @@ def weights_at(folder: Path) -> dict[str, int]:
 
 
 def told_of(folder: Path, before: Mapping[str, int]) -> str:
-    """Of a folder that was to be written, and had the files `before`: whether it was, or what was to be in it was there."""
+    """Whether `folder`, which had the weights `before`, was written."""
     return "there already" if before and weights_at(folder) == before else "written"
 
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """A progress bar in bytes, and a line every `LOG_SECONDS` where the output is a file; call with (bytes since the last call, bytes
-    in total or None)."""
+    """A progress bar in bytes, in a log a line every `LOG_SECONDS`; call with (bytes since the last call, all or None)."""
     from tqdm import tqdm
 
     if not sys.stderr.isatty():
@@ -128,17 +124,15 @@ _VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from
 def train(
     context: typer.Context,
     config: Annotated[
-        str | None,
-        typer.Option(help="YAML file; a bare name is looked up in the shipped configs. Default: by machine."),
+        str | None, typer.Option(help="YAML file of a run, or a shipped one's name. Default: by machine.")
     ] = None,
     task: Annotated[
-        str | None,
-        typer.Option(help="YAML file of a task, or the name of a shipped one. Default: what the configuration says."),
+        str | None, typer.Option(help="YAML file of a task, or a shipped one's name. Default: the configuration's.")
     ] = None,
     num_processes: NumProcesses = None,
     accelerate_config: AccelerateConfig = None,
 ) -> None:
-    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig, TRL's ModelConfig and of a task."""
+    """Train with examples/grpo_gsm8k.py, which takes further options: fields of QeRLConfig, TRL's ModelConfig, a task."""
     arguments = list(context.args)
     if task is not None:
         arguments += ["--task", str(task_file(task))]
@@ -190,12 +184,14 @@ def arms(
     accelerate_config: AccelerateConfig = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train arms x seeds, each in a folder of its own, and print the paired table. Further options go to every run, as with train.
+    """Train arms x seeds, each in its own folder, and print the paired table. Further options go to every run.
 
-    Example: qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 --seeds 1 2 3 --output_dir runs/arms. Started again, it goes on where
-    it stopped. The table (arms.md, arms.json) has the accuracies, and each arm's differences from the first one, seed by seed.
+    Example: qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 --seeds 1 2 3 --output_dir runs/arms. Started
+    again, it continues. The table (arms.md, arms.json) has the accuracies and the differences from the first arm.
     """
     from qerl_trl.checkpoint import seal
+    from qerl_trl.checkpoint.records import RESULTS_NAME
+    from qerl_trl.support import secrets
     from qerl_trl.tasks import arms as comparison
 
     seeds = seeds or [1, 2, 3]
@@ -220,15 +216,16 @@ def arms(
         folder = output_dir / f"{arm}-{seed}"
         options = {"output_dir": folder, "seed": seed, "data_seed": seed, **comparison.ARMS[arm]}
         words = [*further, "--config", str(file), *(str(w) for name, v in options.items() for w in (f"--{name}", v))]
-        started = _started(words, file)
-        if _read(folder / STARTED_NAME) == started and (folder / comparison.RESULTS_NAME).is_file():
+        started = {"options": secrets.redacted_words(words), "config_sha256": seal.sha256(file)}
+        ended = folder / STARTED_NAME
+        if ended.is_file() and json.loads(ended.read_text()) == started and (folder / RESULTS_NAME).is_file():
             note(f"{arm}, seed {seed}: has ended already, in {folder}")
             return arm, seed, 0
         log = output_dir / f"{folder.name}.log"
         note(f"{arm}, seed {seed}: in {folder}, its output in {log}")
         code = launch(example_command(words, num_processes, accelerate_config), log)
         if code == 0:
-            seal.write_json_atomically(folder / STARTED_NAME, started)
+            seal.write_json_atomically(ended, started)
         return arm, seed, code
 
     found = None
@@ -236,9 +233,8 @@ def arms(
         for future in as_completed([pool.submit(run, arm, seed) for seed in seeds for arm in arms]):
             arm, seed, code = future.result()
             if code:
-                failed.append(
-                    f"{arm} with seed {seed} ended with exit code {code} ({_last_line(output_dir / f'{arm}-{seed}.log')})"
-                )
+                last = _last_line(output_dir / f"{arm}-{seed}.log")
+                failed.append(f"{arm} with seed {seed} ended with exit code {code} ({last})")
                 note(failed[-1])
                 continue
             runs.append(comparison.read_run(output_dir / f"{arm}-{seed}", arm, seed))
@@ -250,7 +246,7 @@ def arms(
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log beside each folder of "
-            f"{output_dir}. Once the cause is gone, start the same command again: runs that have ended stay, the others go on."
+            f"{output_dir}. Start the same command again: runs that have ended stay, the others are resumed."
         )
 
 
@@ -270,7 +266,7 @@ _running: set[subprocess.Popen] = set()
 
 @contextmanager
 def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that each wait for a run. On an error, or Ctrl-C, no further run begins and those that run are ended."""
+    """Threads that each wait for a run. On an error, or Ctrl-C, none is started any more and the running are ended."""
     pool = ThreadPoolExecutor(jobs)
     try:
         yield pool
@@ -281,17 +277,6 @@ def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
         raise
     finally:
         pool.shutdown()
-
-
-def _started(words: Sequence[str], config: Path) -> dict[str, object]:
-    from qerl_trl.checkpoint import seal
-    from qerl_trl.support import secrets
-
-    return {"options": secrets.redacted_words(words), "config_sha256": seal.sha256(config)}
-
-
-def _read(file: Path) -> object:
-    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _last_line(log: Path) -> str:
