@@ -37,7 +37,7 @@ def evaluate(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file for the result. Default: eval-<data>.json in a local model's folder, but --limit."
+            help="JSON file for the result. Default: eval-<data>.json in a local model's folder (not with --limit)."
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
@@ -47,7 +47,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Measure accuracy, noise off, with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), or a --task's."""
+    """Measure accuracy, noise off, with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens) or a task's."""
     from qerl_trl.checkpoint import seal
     from qerl_trl.checkpoint.names import public_name
     from qerl_trl.publish.load import recorded_settings, require_model, require_whole
@@ -206,7 +206,7 @@ def _task_of(model: Path) -> str | None:
 
 
 def _output_file(output: Path | None, model: Path, name: str, limit: int | None) -> Path | None:
-    """Where the result is written, checked before anything is measured; a part (`--limit`) not into the model's folder."""
+    """Where the result is written, checked before anything is measured; a part (`--limit`) not into the model."""
     if output is None:
         if not model.is_dir() or limit is not None:
             return None

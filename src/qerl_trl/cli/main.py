@@ -1,4 +1,4 @@
-"""The command line `qerl-trl`: the list of commands, and their errors. Heavy imports are inside them, so `--help` is instant.
+"""The command line `qerl-trl`: its commands and their errors. Heavy imports are inside them: `--help` is instant.
 
 Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go
 to standard output (as JSON with `--json`), everything else to standard error.

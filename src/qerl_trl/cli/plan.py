@@ -67,7 +67,7 @@ def plan(
     sleep: Annotated[bool, typer.Option(help="vLLM gives its KV cache back during updates.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan the memory of a run from shapes alone: what fits, how many sequences run at a time, what to change. Exit code 1: no fit."""
+    """Plan the memory of a run from shapes alone: what fits, how many sequences at a time. Exit code 1: no fit."""
     import dataclasses
 
     from qerl_trl.memory.cards import gpu_of_card
@@ -138,7 +138,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def _workload(options: Mapping[str, Any], said: list[str]) -> tuple[str | None, "Workload"]:
-    """(the model that `--config` names, the workload), with the options that were `said`, or all of them without a file."""
+    """(the model that `--config` names, the workload) with the options that were `said`, all without a file."""
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
     from qerl_trl.tasks.script import check_recipe
 
@@ -185,7 +185,7 @@ def tune(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on this GPU which kernels are fastest for a model, and keep it for later runs. QERL_NVFP4_TUNED=0 ignores what is kept."""
+    """Measure which kernels are fastest for a model on this GPU, and keep it. QERL_NVFP4_TUNED=0 ignores it."""
     sizes = numbers_of_tokens(tokens)
     import torch
 

@@ -76,7 +76,7 @@ def told_of(folder: Path, before: Mapping[str, int]) -> str:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """A progress bar in bytes, in a log a line every `LOG_SECONDS`; call with (bytes since the last call, all or None)."""
+    """A progress bar in bytes, in a log a line every `LOG_SECONDS`; call with (bytes since the last call, all)."""
     from tqdm import tqdm
 
     if not sys.stderr.isatty():
@@ -132,7 +132,7 @@ def train(
     num_processes: NumProcesses = None,
     accelerate_config: AccelerateConfig = None,
 ) -> None:
-    """Train with examples/grpo_gsm8k.py, which takes further options: fields of QeRLConfig, TRL's ModelConfig, a task."""
+    """Train with examples/grpo_gsm8k.py, which takes further options: of QeRLConfig, TRL's ModelConfig, a task."""
     arguments = list(context.args)
     if task is not None:
         arguments += ["--task", str(task_file(task))]
