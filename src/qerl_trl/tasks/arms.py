@@ -136,8 +136,8 @@ def table(found: Mapping[str, Any]) -> str:
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return (
         f"{text}\n\nHeld-out accuracy in percent, before and after {found['steps']} steps, on {found['problems']} "
-        "problems; differences of the accuracy after training in points, seed by seed; +- is the standard error of a mean "
-        "over seeds."
+        "problems; differences of the accuracy after training in points, seed by seed; +- is the standard error of a "
+        "mean over seeds."
     )
 
 

@@ -56,7 +56,7 @@ def read(
         what = "a folder without" if source.is_dir() else "not"
         raise ValueError(
             f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(KINDS)}. A folder needs "
-            "one for each split, or is what save_to_disk wrote; else name file.py:function, which returns {split: rows}."
+            "one for each split, or is what save_to_disk wrote. Or name file.py:function, which returns {split: rows}."
         )
     if isinstance(source, str):
         return from_hub(source, config, None, f"dataset_name={source!r}", folders)

@@ -246,8 +246,8 @@ class Task:
         if tokenizer.chat_template is None:
             raise ValueError(
                 f"{tokenizer.name_or_path or 'The tokenizer'} has no chat template, as models that are only "
-                "pretrained, and a task asks in messages. Name a Jinja file as chat_template_path, or take the model that "
-                "was trained to answer."
+                "pretrained, and a task asks in messages. Name a Jinja file as chat_template_path, or take the model "
+                "that was trained to answer."
             )
         if not tokenizer.encode("1 + 1", add_special_tokens=False):
             raise ValueError(
