@@ -135,12 +135,11 @@ def delta_nets() -> list[Problem]:
 
 def _triton_that_is_wrong() -> str | None:
     """As flash-linear-attention 0.6 says it (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    return f"Triton {version}" if hopper and Version("3.4.0") <= Version(version) < Version("3.7.1") else None
+        if torch.cuda.get_device_capability()[0] == 9 and Version("3.4.0") <= Version(version) < Version("3.7.1"):
+            return f"Triton {version}"
+    return None
 
 
 def _why_no_cuda() -> str:

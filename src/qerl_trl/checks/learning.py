@@ -64,7 +64,7 @@ class SignalMonitor:
         most, least = int(self.LIMITS["flat"][0]), self.LIMITS["flat"][1]
         text = (
             f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward "
-            f"{reward:.4g} at step {step}): nothing is learned. Look at the completions (log_completions=True), and at the reward."
+            f"{reward:.4g} at step {step}): nothing is learned. Look at completions (log_completions=True) and rewards."
         )
         self._watch("flat", not used, text, needed=min(self.zero_advantage_patience, max(least, -(-most // groups))))
 

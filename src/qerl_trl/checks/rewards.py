@@ -47,14 +47,14 @@ def check_steps(args: Any, dataset: Any) -> None:
     prompts = args.generation_batch_size // args.num_generations
     if has_length(dataset) and len(dataset) < prompts:
         raise ValueError(
-            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout (generation_batch_size="
-            f"{args.generation_batch_size} / num_generations={args.num_generations}), so no step is taken. Add problems, "
-            "or lower per_device_train_batch_size."
+            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
+            "step is taken. Add problems, or lower per_device_train_batch_size."
         )
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         raise ValueError(
-            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step is taken. Pass one above 0, "
-            "or call evaluate() alone."
+            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step is taken. Pass one above "
+            "0, or call evaluate() alone."
         )
 
 
@@ -92,8 +92,8 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         if nan is not None and not warned:
             warned.append(nan)
             logger.warning(
-                f"Reward function {name!r} returned NaN for completion {nan}, which is left out as with None. Return None "
-                "where the function does not apply, and look for a 0/0 where it does."
+                f"Reward function {name!r} returned NaN for completion {nan}, which is left out as with None. Return "
+                "None where the function does not apply, and look for a 0/0 where it does."
             )
         return checked
 
@@ -131,7 +131,8 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
 
 def _computed(rewards: Any) -> Any:
     """A generator or a `map` grades here, inside the limits of the call."""
-    return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416  (`list` would not be interrupted)
+    # `list` would not be interrupted
+    return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416
 
 
 def _late(names: str, timeout: float | None) -> RewardTimeout:
@@ -143,8 +144,8 @@ def _late(names: str, timeout: float | None) -> RewardTimeout:
 
 def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
     text = (
-        f"Reward function {name!r} raised {type(error).__name__}{f': {error}' if str(error) else ''}. Let it return None "
-        "for a completion that it cannot grade, and resume from the last checkpoint (resume_from_checkpoint=True)."
+        f"Reward function {name!r} raised {type(error).__name__}{f': {error}' if str(error) else ''}. Let it return "
+        "None for a completion that it cannot grade, and resume from the last checkpoint (resume_from_checkpoint=True)."
     )
     if isinstance(error, SystemExit):
         text += " Something it ran called exit(): run code of a model in a process of its own."
@@ -156,8 +157,8 @@ def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
 def _refuse_if_large(reward: float, what: str) -> None:
     if abs(reward) > LARGEST_REWARD:
         raise ValueError(
-            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32. Scale the reward to about "
-            "1, or clip it."
+            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32. Scale the reward to "
+            "about 1, or clip it."
         )
 
 
@@ -181,8 +182,8 @@ def check_rewards(rewards: Any, name: str, completions: Sequence | None) -> list
         completions = [""] * len(listed)
     if len(listed) != len(completions):
         raise ValueError(
-            f"Reward function {name!r} returned {len(listed)} rewards for {len(completions)} completions. It must return "
-            "exactly one per completion, None where it does not apply."
+            f"Reward function {name!r} returned {len(listed)} rewards for {len(completions)} completions. It must "
+            "return exactly one per completion, None where it does not apply."
         )
     said = f"Reward function {name!r} returned"
     return [_number(reward, said, f"completion {i}: {_excerpt(completions[i])}") for i, reward in enumerate(listed)]
@@ -227,8 +228,8 @@ def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.
     if len(infinite):
         row, column = infinite[0].tolist()
         raise ValueError(
-            f"Reward {names[column]!r} is {rewards[row, column].item()} for completion {row} of the gathered batch. One infinite "
-            "reward makes every advantage of its group NaN; clip the reward model's output."
+            f"Reward {names[column]!r} is {rewards[row, column].item()} for completion {row} of the gathered batch. "
+            "One infinite reward makes every advantage of its group NaN; clip the reward model's output."
         )
     weights = torch.ones(len(names)) if weights is None else weights
     largest = (rewards * weights.to(rewards.device)).nan_to_num(nan=0.0).abs().amax(dim=0).tolist()
@@ -240,8 +241,8 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
     """Raise `RuntimeError` if the loss of this micro-batch is not finite, before the optimizer can use it."""
     if not torch.isfinite(loss).all():
         raise RuntimeError(
-            f"The loss is {loss.detach().float().mean().item()} at step {step}. No weight was changed by it. Usual causes: a "
-            "learning rate that is too high (see grad_norm in the log), extreme rewards with scale_rewards='none', or fp16."
+            f"The loss is {loss.detach().float().mean().item()} at step {step}. No weight was changed by it. Usual "
+            "causes: a high learning rate (see grad_norm in the log), large rewards with scale_rewards='none', or fp16."
         )
 
 
@@ -255,9 +256,9 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
     if not grads:
         raise RuntimeError(
-            f"No trained parameter got a gradient at step {step}, so nothing would be learned: the adapter was switched "
-            "off (disable_adapter_layers, in a callback?), or requires_grad was taken from it. Switch it on again, and "
-            "resume from the last checkpoint."
+            f"No trained parameter got a gradient at step {step}, so nothing would be learned: the adapter was "
+            "switched off (disable_adapter_layers, in a callback?), or requires_grad was taken from it. Switch it on "
+            "again, and resume from the last checkpoint."
         )
     magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that
     if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:
@@ -297,9 +298,9 @@ def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
     norm = getattr(engine, "get_global_grad_norm", lambda: None)()
     if norm is not None and not 0 <= float(norm) < LARGEST_GRADIENT:  # -1 stands for one that is not finite
         raise RuntimeError(
-            f"The norm of the gradient is {float(norm):g} at step {step}: not finite, or beyond what Adam can square in "
-            f"float32. {unknown} The optimizer step may have been taken, so nothing of it is saved. Resume from the last "
-            "checkpoint with a lower learning rate."
+            f"The norm of the gradient is {float(norm):g} at step {step}: not finite, or beyond what Adam can square "
+            f"in float32. {unknown} The optimizer step may have been taken, so nothing of it is saved. Resume from the "
+            "last checkpoint with a lower learning rate."
         )
 
 

@@ -65,10 +65,8 @@ def evaluate(
     said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
     output = _output_file(output, folder, name, limit)
-    if engine == "vllm":
-        generate, weights = _in_vllm(model, adapter, measured, chosen, seed)
-    else:
-        generate, weights = _in_transformers(model, adapter, measured, chosen, seed, batch_size)
+    asked = model, adapter, measured, chosen, seed
+    generate, weights = _in_vllm(*asked) if engine == "vllm" else _in_transformers(*asked, batch_size)
     of_task = (measured.verdicts, measured.answer_format) if measured is not None else ()
     result = evaluation.evaluate(chosen, generate, limit, seed, problems, *of_task)
     if measured is not None:
@@ -80,20 +78,23 @@ def evaluate(
     result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
     if output is not None:
         seal.write_json_atomically(output, result)
-    low, high = result["interval95"]
+    print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, _lines(result, output))
+
+
+def _lines(result: dict[str, Any], output: Path | None) -> list[str]:
+    (low, high), protocol = result["interval95"], result["protocol"]
+    samples = protocol["samples"]
     lines = [
-        f"{name}, {weights} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on "
-        f"{result['total']} problems, {chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, "
-        f"temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
+        f"{result['name']}, {result['weights']} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, "
+        f"{100 * high:.1f}] on {result['total']} problems, {samples} completion{'s' if samples > 1 else ''} each, "
+        f"temperature {protocol['temperature']:g}, {result['seconds']:.0f} s"
     ]
     if none := result["without_an_answer"]:
         lines.append(
-            f"{none} of {result['total'] * chosen.samples} completions state no answer after #### or in a box, and "
-            "count as wrong. If the answer is the whole text, use a --task with answer_format: whole."
+            f"{none} of {result['total'] * samples} completions state no answer after #### or in a box, and count as "
+            "wrong. If the answer is the whole text, use a --task with answer_format: whole."
         )
-    if output is not None:
-        lines.append(f"written: {output}")
-    print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+    return lines if output is None else [*lines, f"written: {output}"]
 
 
 def _chosen(

@@ -13,6 +13,7 @@ from ..support.recipes import config_file
 from .train import AsJson, TrustRemoteCode, note, print_result
 
 if TYPE_CHECKING:
+    from ..memory.formulas import Shape
     from ..memory.workload import Workload
 
 #: options of `plan` that a run's file has as well, and by which name
@@ -71,9 +72,7 @@ def plan(
     import dataclasses
 
     from qerl_trl.memory.cards import gpu_of_card
-    from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
-    from qerl_trl.nvfp4.config import load_config
 
     _check(context.params)
     one_gpu = Gpu.of_gib(gpu_gib or 80.0) if card in (None, "cpu") else gpu_of_card(card)
@@ -82,9 +81,28 @@ def plan(
     model = model or named
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
+    shape = _shape_of(model, work)
+    work = work.on_a_cpu() if card == "cpu" else work
+    if work.cpu and card in (None, "cpu"):
+        one_gpu = Gpu.of_machine(gpu_gib)
+    made = plan_run(shape, work, one_gpu)
+    content = dataclasses.asdict(made) | {"parameters": shape.parameters}
+    content |= {name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")}
+    lines = [_shared(work, gpus, fsdp)] if gpus > 1 else []
+    lines.append(f"{shape.parameters / 1e9:.2f} G parameters{f', on one {card}' if card else ''}")
+    print_result(content, as_json, [*lines, made.table(), made.verdict()])
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+def _shape_of(model: str, work: "Workload") -> "Shape":
+    """The model's shape; refuses what a run refuses as a base."""
+    from qerl_trl.memory.formulas import shape_of
+    from qerl_trl.nvfp4.config import load_config
+
     shape = shape_of(model)
     if work.base_format == "nvfp4":
-        load_config(model)  # what a run refuses as a base
+        load_config(model)
     if shape.experts and work.rollout != "transformers":
         raise ValueError(
             f"{model} is a mixture of experts, which no engine here rolls out: use_vllm=False, planned with --no-vllm."
@@ -94,24 +112,16 @@ def plan(
             "The experts of this model are not quantized yet, and a run refuses it unless its recipe leaves them dense "
             "(modules_to_not_convert: [experts]). So they are planned."
         )
-    work = work.on_a_cpu() if card == "cpu" else work
-    if work.cpu and card in (None, "cpu"):
-        one_gpu = Gpu.of_machine(gpu_gib)
-    made = plan_run(shape, work, one_gpu)
-    content = dataclasses.asdict(made) | {"parameters": shape.parameters}
-    content |= {name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")}
-    lines = [f"{shape.parameters / 1e9:.2f} G parameters{f', on one {card}' if card else ''}"]
-    if gpus > 1:
-        passes = "pass" if work.accumulation == 1 else "passes"
-        lines.insert(
-            0,
-            f"{gpus} GPUs, {'which share the base' if fsdp else 'the whole base on each'}: "
-            f"{work.completions // work.tensor_parallel} completions of a rollout and {work.accumulation} backward "
-            f"{passes} of {work.batch} per update on each; the plan is of one of them",
-        )
-    print_result(content, as_json, [*lines, made.table(), made.verdict()])
-    if not made.fits:
-        raise typer.Exit(1)
+    return shape
+
+
+def _shared(work: "Workload", gpus: int, fsdp: bool) -> str:
+    passes = "pass" if work.accumulation == 1 else "passes"
+    return (
+        f"{gpus} GPUs, {'which share the base' if fsdp else 'the whole base on each'}: "
+        f"{work.completions // work.tensor_parallel} completions of a rollout and {work.accumulation} backward "
+        f"{passes} of {work.batch} per update on each; the plan is of one of them"
+    )
 
 
 def _check(options: Mapping[str, Any]) -> None:

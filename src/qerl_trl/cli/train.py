@@ -190,22 +190,12 @@ def arms(
     again, it continues. The table (arms.md, arms.json) has the accuracies and the differences from the first arm.
     """
     from qerl_trl.checkpoint import seal
-    from qerl_trl.checkpoint.records import RESULTS_NAME
-    from qerl_trl.support import secrets
     from qerl_trl.tasks import arms as comparison
 
     seeds = seeds or [1, 2, 3]
     comparison.check(arms, seeds)
     further = list(context.args)
-    names = {word: word.split("=")[0].removeprefix("--").replace("-", "_") for word in further if word.startswith("--")}
-    if taken := [word for word, name in names.items() if name in _VARIED]:
-        raise ValueError(
-            f"{' '.join(taken)} is what qerl-trl arms gives to each run: use --arms, --seeds and --output_dir."
-        )
-    if "hub_model_id" in names.values():
-        raise ValueError(
-            "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
-        )
+    _refuse_varied(further)
     file = config_file(config)
     if accelerate_config is not None:
         accelerate_file(accelerate_config)  # refused now, not once for each run
@@ -216,16 +206,7 @@ def arms(
         folder = output_dir / f"{arm}-{seed}"
         options = {"output_dir": folder, "seed": seed, "data_seed": seed, **comparison.ARMS[arm]}
         words = [*further, "--config", str(file), *(str(w) for name, v in options.items() for w in (f"--{name}", v))]
-        started = {"options": secrets.redacted_words(words), "config_sha256": seal.sha256(file)}
-        ended = folder / STARTED_NAME
-        if ended.is_file() and json.loads(ended.read_text()) == started and (folder / RESULTS_NAME).is_file():
-            note(f"{arm}, seed {seed}: has ended already, in {folder}")
-            return arm, seed, 0
-        log = output_dir / f"{folder.name}.log"
-        note(f"{arm}, seed {seed}: in {folder}, its output in {log}")
-        code = launch(example_command(words, num_processes, accelerate_config), log)
-        if code == 0:
-            seal.write_json_atomically(ended, started)
+        code = _run(words, file, folder, example_command(words, num_processes, accelerate_config))
         return arm, seed, code
 
     found = None
@@ -247,6 +228,38 @@ def arms(
         raise RuntimeError(
             f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log beside each folder of "
             f"{output_dir}. Start the same command again: runs that have ended stay, the others are resumed."
+        )
+
+
+def _run(words: Sequence[str], config: Path, folder: Path, command: Sequence[str]) -> int:
+    """Train in `folder`, unless that run has ended already; returns the exit code."""
+    from qerl_trl.checkpoint import seal
+    from qerl_trl.checkpoint.records import RESULTS_NAME
+    from qerl_trl.support import secrets
+
+    started = {"options": secrets.redacted_words(words), "config_sha256": seal.sha256(config)}
+    arm, _, seed = folder.name.rpartition("-")
+    ended, log = folder / STARTED_NAME, folder.with_name(f"{folder.name}.log")
+    if ended.is_file() and json.loads(ended.read_text()) == started and (folder / RESULTS_NAME).is_file():
+        note(f"{arm}, seed {seed}: has ended already, in {folder}")
+        return 0
+    note(f"{arm}, seed {seed}: in {folder}, its output in {log}")
+    code = launch(command, log)
+    if code == 0:
+        seal.write_json_atomically(ended, started)
+    return code
+
+
+def _refuse_varied(further: list[str]) -> None:
+    """Options that each run gets from `arms` itself."""
+    names = {word: word.split("=")[0].removeprefix("--").replace("-", "_") for word in further if word.startswith("--")}
+    if taken := [word for word, name in names.items() if name in _VARIED]:
+        raise ValueError(
+            f"{' '.join(taken)} is what qerl-trl arms gives to each run: use --arms, --seeds and --output_dir."
+        )
+    if "hub_model_id" in names.values():
+        raise ValueError(
+            "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
         )
 
 

@@ -105,26 +105,10 @@ def train_and_measure(
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
     way = measured_by(trainer, task, test)
     before = (read_before(args.output_dir, test, way) if resume else None) or []
-    in_training = placed_in_training(trainer.accelerator)
-    continued = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
-
-    def measure_before() -> None:
-        if not before:
-            with told_of_interrupts(f"The accuracy before training was being measured.{continued}"):
-                before.extend(held_out())
-            if main_process:
-                write_before(args.output_dir, before, test, way)
+    if before:
         tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
-
-    if before or not in_training:
-        measure_before()
-    elif resume:
-        raise ValueError(
-            f"{args.output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only "
-            "measure as training begins. Put the file back, resume without either, or start in another output_dir."
-        )
     else:
-        trainer.add_callback(_Calls("on_train_begin", measure_before))
+        _measure_before(trainer, test, before, held_out, how, way, resume)
 
     begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
     try:
@@ -146,6 +130,38 @@ def train_and_measure(
     if args.push_to_hub:  # last: whatever the network does, the results are written
         trainer.push_to_hub(dataset_name=task.hub_dataset)
     return results
+
+
+def _measure_before(
+    trainer: Any,
+    test: Dataset,
+    before: list[bool],
+    held_out: Callable,
+    how: str,
+    way: dict[str, Any],
+    resume: str | None,
+) -> None:
+    """Fill `before` and write it down: now, or under FSDP and DeepSpeed as the training begins."""
+    in_training, output_dir = placed_in_training(trainer.accelerator), trainer.args.output_dir
+    if in_training and resume:
+        raise ValueError(
+            f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only measure "
+            "as training begins. Put the file back, resume without either, or start in another output_dir."
+        )
+    continued = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
+
+    def measure() -> None:
+        if not before:  # a second training of this trainer has it
+            with told_of_interrupts(f"The accuracy before training was being measured.{continued}"):
+                before.extend(held_out())
+            if trainer.accelerator.is_main_process:
+                write_before(output_dir, before, test, way)
+        trainer.accelerator.print(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
+
+    if in_training:
+        trainer.add_callback(_Calls("on_train_begin", measure))
+    else:
+        measure()
 
 
 def _report(

@@ -109,7 +109,7 @@ class Script:
         return cls(chosen, args, model_args, said.eval_problems, said.eval_batch_size, said.overwrite)
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of [`QeRLGRPOTrainer`]: the task's, the recipe's, the adapter, and the tokenizer with its template."""
+        """Arguments of [`QeRLGRPOTrainer`]: of task and recipe, the adapter, the tokenizer with its template."""
         args, named = self.args, self.model_args
         model = named.model_name_or_path
         if model is None:
