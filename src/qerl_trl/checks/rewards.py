@@ -242,7 +242,7 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
     if not torch.isfinite(loss).all():
         raise RuntimeError(
             f"The loss is {loss.detach().float().mean().item()} at step {step}. No weight was changed by it. Usual "
-            "causes: a high learning rate (see grad_norm in the log), large rewards with scale_rewards='none', or fp16."
+            "causes: a high learning rate (see grad_norm in the log), extreme rewards with scale_rewards='none'; fp16."
         )
 
 
