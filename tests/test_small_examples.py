@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_trl.tasks.named import function_named
+from qerl_trl.tasks.grading import function_named
 from qerl_trl.tasks.task import Task
 from tests.cli.test_main import call
 from tests.warm import run_cold

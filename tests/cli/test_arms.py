@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from qerl_trl.cli import evaluate as cli_run
 from qerl_trl.cli import train as cli_arms
 from qerl_trl.config import BASE_FORMATS
 from qerl_trl.support import recipes
@@ -40,7 +39,7 @@ def arms(tmp_path, monkeypatch):
     (examples / "configs").mkdir(parents=True)
     (examples / "grpo_gsm8k.py").write_text(STAND_IN)
     (examples / "configs" / "small.yaml").write_text("max_steps: 5\n")
-    monkeypatch.setattr(cli_run, "examples_folder", lambda: examples)
+    monkeypatch.setattr(cli_arms, "examples_folder", lambda: examples)
     monkeypatch.setattr(recipes, "examples_folder", lambda: examples)
     return lambda *words: call("arms", "small", "--output_dir", tmp_path / "arms", *words)
 

@@ -18,8 +18,9 @@ from qerl_trl import QeRLConfig
 from qerl_trl.checkpoint import seal
 from qerl_trl.checkpoint.fingerprint import base_sha256
 from qerl_trl.checks import environment
-from qerl_trl.cli import doctor, options
+from qerl_trl.cli import doctor
 from qerl_trl.cli import main as cli
+from qerl_trl.cli import train as options
 from qerl_trl.publish import export, hub
 from qerl_trl.publish.export import logits_of
 from qerl_trl.publish.load import TrainedPolicy, load_policy

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qerl_trl.cli.tune import numbers_of_tokens
+from qerl_trl.cli.plan import numbers_of_tokens
 from qerl_trl.nvfp4 import linear
 from tests.cli.test_main import call
 

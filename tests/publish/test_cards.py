@@ -297,8 +297,8 @@ def test_templates_travel_in_the_wheel(tmp_path):
     examples = ("grpo_gsm8k.py", "configs/embedded.yaml", "tasks/letters.yaml")
     assert {"qerl_trl/py.typed", *(f"qerl_trl/examples/{name}" for name in examples)} <= names
     code = (
-        "from qerl_trl.publish import card as cards; from qerl_trl.support.recipes import config_file, examples_folder, task_file;"
-        "print(cards.template_folder()); print(examples_folder()); print(config_file('embedded'), task_file('letters'));"
+        "from qerl_trl.support import recipes as run; from qerl_trl.publish import card as cards; print(cards.template_folder()); print(run.examples_folder());"
+        "from qerl_trl.support.recipes import config_file, task_file; print(config_file('embedded'), task_file('letters'));"
         "print(cards.render({'kind': 'adapter', 'settings': {'base_format': 'nvfp4'}})[:3])"
     )
     run = subprocess.run(

@@ -204,8 +204,7 @@ def embedded_trainer(folder: Path, problems: int, **settings):
 @scenario
 def evaluation(folder: Path) -> dict:
     """Greedy answers of the engine against transformers': before, during and after training, with noise in the rollouts."""
-    from qerl_trl.tasks.evaluation import solve
-    from qerl_trl.tasks.held_out import HeldOutAccuracy, held_out_completions
+    from qerl_trl.tasks.evaluation import HeldOutAccuracy, held_out_completions, solve
 
     trainer, test = embedded_trainer(
         folder, 24, aqn_sigma_start=0.3, aqn_sigma_end=0.2, eval_strategy="steps", eval_steps=1, eval_dataset="train",
@@ -252,8 +251,7 @@ def evaluation(folder: Path) -> dict:
 @scenario
 def evaluation_of_two(folder: Path) -> dict:
     """Two processes with an engine each and five problems (under torchrun)."""
-    from qerl_trl.tasks.evaluation import solve
-    from qerl_trl.tasks.held_out import held_out_completions
+    from qerl_trl.tasks.evaluation import held_out_completions, solve
 
     trainer, test = embedded_trainer(folder, 5)
     policy = trainer.accelerator.unwrap_model(trainer.model)

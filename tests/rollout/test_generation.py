@@ -1,5 +1,8 @@
 """What TRL's generation is told on our behalf. The engine is the stand-in."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -136,3 +139,57 @@ def test_the_noise_is_probed_on_what_the_first_probe_measured_of_the_same_model(
     assert since() == 2 and generation.noise_result != known
     generation.run_probe()
     assert generation._clean is None  # the model without the adapter is another one
+
+
+class Served(StandIn):
+    """Behind TRL's client of a server; keeps the seeds of its completions."""
+
+    def __init__(self, policy, base_fault=None):
+        super().__init__(policy, base_fault)
+        self.seeds = []
+
+    def trl_attributes(self):
+        info = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        return {"vllm_client": SimpleNamespace(generate=self.answer, get_server_info=lambda: info)}
+
+    def answer(self, prompts, n, temperature, top_p, max_tokens, generation_kwargs, **others):
+        """Completion i of a prompt is drawn with its seed + i, as vLLM does."""
+        seeds = [seed + i for seed in generation_kwargs["seed"].of(len(prompts)) for i in range(n)]
+        self.seeds.append(seeds)
+        asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        rows = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
+        outputs = self._llm_generate(rows, [SimpleNamespace(**asked, seed=seed) for seed in seeds])
+        completions = [output.outputs[0] for output in outputs]
+        logps = [[[next(iter(step.values())).logprob] for step in each.logprobs] for each in completions]
+        return {"prompt_ids": prompts, "completion_ids": [each.token_ids for each in completions], "logprobs": logps}
+
+
+def logged(trainer):
+    """The log but for times and memory."""
+    left_out = ("seconds/", "step_time", "train_", "memory/", "eval_runtime", "eval_samples_per", "eval_steps_per")
+    left_out += ("eval_step_time",)
+    return [{k: v for k, v in log.items() if not k.startswith(left_out)} for log in trainer.state.log_history]
+
+
+def test_on_a_server_a_run_is_resumed_exactly(make_trainer, tmp_path):  # noqa: F811
+    """The server's generator is in no checkpoint. Rollouts of a step, and evaluations, draw other numbers."""
+    options = {
+        "vllm_mode": "server", "gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 4, "learning_rate": 1e-2,
+        "aqn_num_stages": 3, "rollout_mismatch_threshold": None, "rollout_probe_steps": 0, "save_strategy": "steps", "save_steps": 1,
+        "eval_strategy": "steps", "eval_steps": 1,
+    }  # fmt: skip
+    trainer = make_trainer(engine=Served, **options)
+    trainer.train()
+    seeds = trainer.vllm_generation.engine.seeds
+    drawn = [seed for rollout in seeds for seed in rollout]
+    assert len(seeds) > 8 and len(set(drawn)) == len(drawn)  # two rollouts in each of four steps, and the evaluations
+    folder = tmp_path / "again"
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", folder / "checkpoint-2")
+    again = make_trainer(engine=Served, **options | {"output_dir": str(folder), "save_steps": 100})
+    again.vllm_generation.engine.generator.manual_seed(99)
+    trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if ".lora_" in name}
+    for _ in range(2):  # the second time by a trainer that was resumed before
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert logged(again) == logged(trainer)
+        resumed = dict(again.model.named_parameters())
+        assert all(torch.equal(resumed[name], value) for name, value in trained.items())

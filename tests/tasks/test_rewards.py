@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qerl_trl.tasks.data import with_prompts
-from qerl_trl.tasks.grading import final_answer, grader_of, is_correct
-from qerl_trl.tasks.rewards import correctness, format_reward
+from qerl_trl.tasks.grading import correctness, final_answer, format_reward, grader_of, is_correct
 
 GOOD = "3 + 4 = 7\n#### 7"
 

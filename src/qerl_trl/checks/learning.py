@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class SignalMonitor:
-    """Watches what a run logs for states in which it goes on but learns nothing. Warns; stops a run only when nothing is graded any more.
+    """Warns of states in which a run goes on but learns nothing; ends a run only when nothing is graded any more.
 
     Args:
         zero_advantage_patience: rollouts in a row without any reward before the run ends.
     """
 
-    #: kind -> limit, and how many rollouts in a row (entropy: steps) are beyond it before a warning. Clipped: share of completions; entropy: share of
-    #: its first value (healthy runs of the embedded model are below for 3 steps); flat: groups of equal rewards in these rollouts together
+    #: kind -> limit, and rollouts in a row (entropy: steps) beyond it before a warning. Clipped: share of completions;
+    #: entropy: share of its first value; flat: groups of equal rewards in these rollouts together
     LIMITS: ClassVar[dict[str, tuple[float, int]]] = {"clipped": (0.5, 3), "entropy": (0.25, 5), "flat": (12, 3)}
 
     def __init__(self, zero_advantage_patience: int):
@@ -47,15 +47,15 @@ class SignalMonitor:
         self.rewards(trainer, rewards)
 
     def clipped(self, ratio: float, length: float, step: int, args: Any) -> None:
-        """Report the share of completions without an end token, and their mean length: of `max_completion_length` if they were cut off there, less
-        if a stop string or a rollout function ended them."""
+        """Report the share of completions without an end token, and their mean length: less than
+        `max_completion_length` if a stop string or a rollout function ended them."""
         limit, most = self.LIMITS["clipped"][0], args.max_completion_length
         masked = ratio == 1 and args.mask_truncated_completions
         cut = ratio > limit and length >= ratio * most and not (args.generation_kwargs or {}).get("ignore_eos")
         effect = "mask_truncated_completions leaves no loss" if masked else "their answers are missing"
         text = (
-            f"{ratio:.0%} of the completions at step {step} have no end within max_completion_length={most} (limit {limit:.0%}, {{streak}} in a row): "
-            f"{effect}. Raise it, or ask for shorter answers."
+            f"{ratio:.0%} of the completions at step {step} have no end within max_completion_length={most} "
+            f"(limit {limit:.0%}, {{streak}} in a row): {effect}. Raise it, or ask for shorter answers."
         )
         self._watch("clipped", masked or cut, text, needed=1 if masked else None)
 
@@ -63,43 +63,41 @@ class SignalMonitor:
         """Report one rollout: whether rewards of a group differ, the mean reward, and how many groups it has."""
         most, least = int(self.LIMITS["flat"][0]), self.LIMITS["flat"][1]
         text = (
-            f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward {reward:.4g} at step {step}): nothing is "
-            "learned. Look at the completions (log_completions=True), and at the reward."
+            f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward "
+            f"{reward:.4g} at step {step}): nothing is learned. Look at completions (log_completions=True) and rewards."
         )
         self._watch("flat", not used, text, needed=min(self.zero_advantage_patience, max(least, -(-most // groups))))
 
     def rewards(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
-        """Report what the functions gave for the rollout that was just scored.
-
-        Args:
-            rewards: (completions of all processes, functions), NaN where a function does not apply.
+        """Report the rewards of a rollout: (completions of all processes, functions), NaN where one does not apply.
 
         Raises:
             `RuntimeError`: no completion got any reward in `zero_advantage_patience` rollouts in a row.
         """
-        step, names = trainer.state.global_step, ", ".join(map(repr, trainer.reward_func_names))
-        if bool(torch.isnan(rewards).all()):
-            self._rollouts_without_reward += 1
-            text = (
-                f"Every reward of the rollout at step {step} is None: no function of {names} applied to any of its {len(rewards)} completions. Return a "
-                "number where a function applies (0.0 for a wrong answer)."
-            )
-            if self._rollouts_without_reward >= self.zero_advantage_patience:
-                raise RuntimeError(f"{text} It was so in {self._rollouts_without_reward} rollouts in a row.")
-            if self._rollouts_without_reward == 1:
-                logger.warning(text)
+        if not bool(torch.isnan(rewards).all()):
+            self._rollouts_without_reward = 0
             return
-        self._rollouts_without_reward = 0
+        self._rollouts_without_reward += 1
+        text = (
+            f"Every reward of the rollout at step {trainer.state.global_step} is None: no function of "
+            f"{', '.join(map(repr, trainer.reward_func_names))} applied to any of its {len(rewards)} completions. "
+            "Return a number where a function applies (0.0 for a wrong answer)."
+        )
+        if self._rollouts_without_reward >= self.zero_advantage_patience:
+            raise RuntimeError(f"{text} It was so in {self._rollouts_without_reward} rollouts in a row.")
+        if self._rollouts_without_reward == 1:
+            logger.warning(text)
 
     def entropy(self, value: float, state: TrainerState) -> None:
-        """Report the policy's entropy, nats per token: the mean of the steps since the last log, of a training in this `state`."""
+        """Report the policy's entropy, nats per token: the mean of the steps since the last log."""
         logged = [entry for entry in state.log_history if "entropy" in entry]
         if not logged:
             return
         limit, first = self.LIMITS["entropy"][0], logged[0]["entropy"]
         text = (
-            f"Entropy is {value:.3g} nats per token at step {state.global_step}, for {{streak}} steps below {limit:g} of its start ({first:.3g}): "
-            "completions become equal. Unless the task is solved, lower learning_rate or raise temperature."
+            f"Entropy is {value:.3g} nats per token at step {state.global_step}, for {{streak}} steps below {limit:g} "
+            f"of its start ({first:.3g}): completions become equal. Unless the task is solved, lower learning_rate or "
+            "raise temperature."
         )
         self._watch("entropy", value < limit * first, text, state.global_step - int(logged[-1]["step"]))
 

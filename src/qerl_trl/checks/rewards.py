@@ -1,6 +1,6 @@
-"""Checks of rewards, losses and gradients: what would stop learning, or damage weights, is an error before any weight changes.
+"""Checks of rewards, losses and gradients before any weight changes.
 
-TRL's meaning of a reward that is `None` or NaN (this function does not apply to this completion) is kept.
+A reward of `None` or NaN means, as in TRL, that the function does not apply to the completion.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ LARGEST_REWARD = 1e16
 #: beyond it the square of a gradient, which Adam keeps in float32, is infinite: that weight would never move again
 LARGEST_GRADIENT = math.sqrt(torch.finfo(torch.float32).max)
 _STEP_NOT_TAKEN = (
-    "The optimizer step was not taken, so no weight was damaged. Resume from the last checkpoint with a lower learning rate, or look at the "
-    "rewards and completions of this step."
+    "The optimizer step was not taken, so no weight was damaged. Resume from the last checkpoint with a lower learning "
+    "rate, or look at the rewards and completions of this step."
 )
-#: what the time limit of a block waits longer than that of the functions inside it, in seconds
+#: seconds that the time limit of a block is longer than that of the functions inside it
 _GRACE = 5.0
 
 
@@ -43,32 +43,29 @@ class RewardTimeout(RuntimeError):
 
 
 def check_steps(args: Any, dataset: Any) -> None:
-    """Raise `ValueError` if a training would take no step: TRL leaves out what is less than a rollout, and saves an untrained adapter."""
+    """Raise `ValueError` if a training would take no step: TRL would save an untrained adapter."""
     prompts = args.generation_batch_size // args.num_generations
     if has_length(dataset) and len(dataset) < prompts:
         raise ValueError(
-            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout (generation_batch_size={args.generation_batch_size} / "
-            f"num_generations={args.num_generations}), so no step is taken. Add problems, or lower per_device_train_batch_size."
+            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
+            "step is taken. Add problems, or lower per_device_train_batch_size."
         )
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         raise ValueError(
-            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step is taken. Pass one above 0, or call evaluate() alone."
+            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step is taken. Pass one above "
+            "0, or call evaluate() alone."
         )
 
 
 def checked_rewards(trainer: OnlineTrainer) -> list[Callable]:
     """The trainer's reward functions, each wrapped by [`checked_reward`]; reward models as they are."""
-
-    def checked(function: Callable, name: str) -> Callable:
-        if isinstance(function, nn.Module):
-            return function
-        return checked_reward(function, name, trainer.args.reward_timeout)
-
-    return [checked(*pair) for pair in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)]
+    limit, named = trainer.args.reward_timeout, zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+    return [each if isinstance(each, nn.Module) else checked_reward(each, name, limit) for each, name in named]
 
 
 def reward_limit(trainer: OnlineTrainer) -> AbstractContextManager[None]:
-    """A limit on all rewards of a batch, for an async function that never gives control back: no limit of its own can end it."""
+    """A limit on all rewards of a batch, for an async function that never yields: its own limit cannot end it."""
     names = [n for f, n in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True) if is_async_callable(f)]
     limit = trainer.args.reward_timeout
     seconds = limit * len(trainer.reward_funcs) + _GRACE if limit and names else None
@@ -95,10 +92,8 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         if nan is not None and not warned:
             warned.append(nan)
             logger.warning(
-                "Reward function %r returned NaN for completion %d, which is left out as with None. Return None where the function does not apply, and "
-                "look for a 0/0 where it does.",
-                name,
-                nan,
+                f"Reward function {name!r} returned NaN for completion {nan}, which is left out as with None. Return "
+                "None where the function does not apply, and look for a 0/0 where it does."
             )
         return checked
 
@@ -135,111 +130,106 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
 
 
 def _computed(rewards: Any) -> Any:
-    """A generator or a `map` grades only now, so inside the limits of the call."""
-    return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416  (`list` would not be interrupted)
+    """A generator or a `map` grades here, inside the limits of the call."""
+    # `list` would not be interrupted
+    return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416
 
 
 def _late(names: str, timeout: float | None) -> RewardTimeout:
     return RewardTimeout(
-        f"Reward function {names} did not return within reward_timeout={timeout:g} s. Give what it calls a time limit, or raise reward_timeout (None for "
-        "no limit), and resume from the last checkpoint."
+        f"Reward function {names} did not return within reward_timeout={timeout:g} s. Give its calls a time limit, or "
+        "raise reward_timeout (None for no limit), and resume from the last checkpoint."
     )
 
 
 def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
     text = (
-        f"Reward function {name!r} raised {type(error).__name__}{f': {error}' if str(error) else ''}. Let it return None for a completion that it cannot "
-        "grade, and resume from the last checkpoint (resume_from_checkpoint=True)."
+        f"Reward function {name!r} raised {type(error).__name__}{f': {error}' if str(error) else ''}. Let it return "
+        "None for a completion that it cannot grade, and resume from the last checkpoint (resume_from_checkpoint=True)."
     )
     if isinstance(error, SystemExit):
         text += " Something it ran called exit(): run code of a model in a process of its own."
     if "main thread" in str(error):
-        text += (
-            " Graders that set alarms work in the main thread only: turn their time limits off (reward_timeout stays)."
-        )
+        text += " Graders that set alarms work in the main thread only: turn their time limits off."
     return RuntimeError(text)
 
 
 def _refuse_if_large(reward: float, what: str) -> None:
     if abs(reward) > LARGEST_REWARD:
         raise ValueError(
-            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32. Scale the reward to about 1, or clip it."
+            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32. Scale the reward to "
+            "about 1, or clip it."
         )
 
 
-def check_rewards(rewards, name: str, completions: Sequence | None) -> list[float | None]:
-    """Validate what a reward function returned and give it back as floats (or `None`), one per completion.
+def check_rewards(rewards: Any, name: str, completions: Sequence | None) -> list[float | None]:
+    """The rewards that a function returned as floats (or `None`), one per completion, or an error.
 
     Args:
         completions: what was graded, `None` where the function was given nothing with one entry per completion.
     """
-    try:  # the latter are frames of pandas and polars
-        listed = (
-            None if isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns") else list(rewards)
-        )
+    unordered = isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns")  # or a data frame
+    try:
+        listed = None if unordered else list(rewards)
     except TypeError:
         listed = None
     if listed is None:
         raise TypeError(
-            f"Reward function {name!r} returned {repr(rewards)[:60]} ({type(rewards).__name__}). It must return a list with one number (or None) per "
-            "completion, in their order."
+            f"Reward function {name!r} returned {repr(rewards)[:60]} ({type(rewards).__name__}). It must return a list "
+            "with one number (or None) per completion, in their order."
         )
-    rewards = listed
     if completions is None:
-        completions = [""] * len(rewards)
-    if len(rewards) != len(completions):
+        completions = [""] * len(listed)
+    if len(listed) != len(completions):
         raise ValueError(
-            f"Reward function {name!r} returned {len(rewards)} rewards for {len(completions)} completions. It must return "
-            "exactly one per completion, None where it does not apply."
+            f"Reward function {name!r} returned {len(listed)} rewards for {len(completions)} completions. It must "
+            "return exactly one per completion, None where it does not apply."
         )
-    checked: list[float | None] = []
-    for index, reward in enumerate(rewards):
-        if not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
-            reward = reward.item()  # one number as a tensor or array
-        if reward is not None and not isinstance(reward, numbers.Real):
-            raise TypeError(
-                f"Reward function {name!r} returned {reward!r} ({type(reward).__name__}) for completion {index}: "
-                f"{_excerpt(completions[index])}. A reward is a number, or None where the function does not apply."
-            )
-        if reward is None:
-            checked.append(None)
-            continue
-        of = f"for completion {index}: {_excerpt(completions[index])}"
-        try:
-            value = float(reward)
-        except OverflowError:  # of an int or a fraction
-            value = math.inf
-        if math.isinf(value):
-            raise ValueError(
-                f"Reward function {name!r} returned {value} {of}. One infinite reward makes every advantage of its group NaN. Clip the reward, or return "
-                "None where it is undefined."
-            )
-        _refuse_if_large(value, f"Reward function {name!r} returned {reward} {of}")
-        checked.append(value)
-    return checked
+    said = f"Reward function {name!r} returned"
+    return [_number(reward, said, f"completion {i}: {_excerpt(completions[i])}") for i, reward in enumerate(listed)]
+
+
+def _number(reward: Any, said: str, completion: str) -> float | None:
+    if not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
+        reward = reward.item()  # one number as a tensor or array
+    if reward is None:
+        return None
+    if not isinstance(reward, numbers.Real):
+        raise TypeError(
+            f"{said} {reward!r} ({type(reward).__name__}) for {completion}. A reward is a number, or None where the "
+            "function does not apply."
+        )
+    try:
+        value = float(reward)
+    except OverflowError:  # of an int or a fraction
+        value = math.inf
+    if math.isinf(value):
+        raise ValueError(
+            f"{said} {value} for {completion}. One infinite reward makes every advantage of its group NaN. Clip the "
+            "reward, or return None where it is undefined."
+        )
+    _refuse_if_large(value, f"{said} {reward} for {completion}")
+    return value
 
 
 def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.Tensor | None = None) -> None:
-    """The same for rewards that came from a reward model, and for every reward times its weight.
+    """The same for rewards of reward models, and for every reward times its weight.
 
     Args:
         rewards: (completions, functions), float32, NaN where a function does not apply.
         weights: (functions).
-
-    Raises:
-        `ValueError`: an entry that is infinite or too large, or a weight that is not finite.
     """
     if weights is not None and not bool(torch.isfinite(weights).all()):
         raise ValueError(
-            f"reward_weights={weights.tolist()}: with one that is not finite every advantage is zero or NaN. Give each of {', '.join(names)} a finite "
-            "weight."
+            f"reward_weights={weights.tolist()}: with one that is not finite every advantage is zero or NaN. Give each "
+            f"of {', '.join(names)} a finite weight."
         )
     infinite = torch.isinf(rewards).nonzero()
     if len(infinite):
         row, column = infinite[0].tolist()
         raise ValueError(
-            f"Reward {names[column]!r} is {rewards[row, column].item()} for completion {row} of the gathered batch. One infinite "
-            "reward makes every advantage of its group NaN; clip the reward model's output."
+            f"Reward {names[column]!r} is {rewards[row, column].item()} for completion {row} of the gathered batch. "
+            "One infinite reward makes every advantage of its group NaN; clip the reward model's output."
         )
     weights = torch.ones(len(names)) if weights is None else weights
     largest = (rewards * weights.to(rewards.device)).nan_to_num(nan=0.0).abs().amax(dim=0).tolist()
@@ -248,29 +238,27 @@ def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.
 
 
 def check_loss(loss: torch.Tensor, step: int) -> None:
-    """Raise `RuntimeError` if the loss of this micro-batch is not finite. Called before the optimizer can use it."""
+    """Raise `RuntimeError` if the loss of this micro-batch is not finite, before the optimizer can use it."""
     if not torch.isfinite(loss).all():
         raise RuntimeError(
-            f"The loss is {loss.detach().float().mean().item()} at step {step}. No weight was changed by it. Usual causes: a "
-            "learning rate that is too high (see grad_norm in the log), extreme rewards with scale_rewards='none', or fp16."
+            f"The loss is {loss.detach().float().mean().item()} at step {step}. No weight was changed by it. Usual "
+            "causes: a high learning rate (see grad_norm in the log), extreme rewards with scale_rewards='none'; fp16."
         )
 
 
 def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
-    """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite, or the largest if only their norm is not; or where no
-    parameter has any.
-
-    One launch or one fused norm, one sync.
+    """Raise `RuntimeError` if no parameter has a gradient, or one or the norm of all is not finite, by name. One sync.
 
     Args:
-        optimizer: of what is trained of `model`, where it has the parameters themselves: to find them in the model takes milliseconds.
+        optimizer: its parameters are looked at, where given: to find them in the model takes milliseconds.
     """
     groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
     if not grads:
         raise RuntimeError(
-            f"No trained parameter got a gradient at step {step}, so nothing would be learned: the adapter was switched off (disable_adapter_layers, in a "
-            "callback?), or requires_grad was taken from it. Switch it on again, and resume from the last checkpoint."
+            f"No trained parameter got a gradient at step {step}, so nothing would be learned: the adapter was "
+            "switched off (disable_adapter_layers, in a callback?), or requires_grad was taken from it. Switch it on "
+            "again, and resume from the last checkpoint."
         )
     magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that
     if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:
@@ -278,54 +266,59 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     if bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
         return
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    finite = torch.tensor([bool(torch.isfinite(grad).all()) for _, grad in named])
-    if bool(finite.all()):  # clipping would make zeros of them, and without it Adam's squares are infinite
-        largest = max(((float(grad.abs().max()), name) for name, grad in named))
+    wrong = [(name, grad) for name, grad in named if not bool(torch.isfinite(grad).all())]
+    if not wrong:  # clipping would make zeros of them, and without it Adam's squares are infinite
+        largest, name = max((float(grad.abs().max()), name) for name, grad in named)
         raise RuntimeError(
-            f"The norm of the gradient overflows in float32 at step {step}: the largest entry is {largest[0]:.3g}, in {largest[1]}. Usual "
-            f"causes: large rewards with scale_rewards='none' (RLOO: normalize_advantages=False). {_STEP_NOT_TAKEN}"
+            f"The norm of the gradient overflows in float32 at step {step}: the largest entry is {largest:.3g}, in "
+            f"{name}. Usual causes: large rewards with scale_rewards='none' (RLOO: normalize_advantages=False). "
+            f"{_STEP_NOT_TAKEN}"
         )
-    index = int((~finite).nonzero()[0])
-    name, grad = named[index]
-    bad = int((~torch.isfinite(grad)).sum())
+    name, grad = wrong[0]
     raise RuntimeError(
-        f"The gradient of {name} is not finite at step {step}: {bad} of {grad.numel()} entries; {int((~finite).sum())} of "
-        f"{len(named)} parameters are affected. {_STEP_NOT_TAKEN}"
+        f"The gradient of {name} is not finite at step {step}: {int((~torch.isfinite(grad)).sum())} of {grad.numel()} "
+        f"entries; {len(wrong)} of {len(named)} parameters are affected. {_STEP_NOT_TAKEN}"
     )
 
 
 def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
-    """The same under DeepSpeed, whose backward pass takes the step too and keeps no gradients: one with gradients that are not finite it
-    leaves out, and goes on. In fp16 it does so to find its loss scale. Where it looks at none (`check_grad_overflow: false`, other releases),
-    the norm that it computes tells, after the step."""
+    """The same under DeepSpeed, whose backward pass takes the step and keeps no gradients.
+
+    A step with gradients that are not finite it leaves out, in fp16 to find its loss scale. With
+    `check_grad_overflow: false` it looks at none: the norm tells, after the step.
+    """
     if accelerator.mixed_precision == "fp16" or not accelerator.sync_gradients:
         return
     unknown = "DeepSpeed does not say of which, nor in which process."
     if accelerator.optimizer_step_was_skipped:
         raise RuntimeError(
-            f"The gradient of some parameter, or the norm of all, is not finite at step {step}. {unknown} {_STEP_NOT_TAKEN}"
+            f"The gradient of some parameter, or the norm of all, is not finite at step {step}. {unknown} "
+            f"{_STEP_NOT_TAKEN}"
         )
     norm = getattr(engine, "get_global_grad_norm", lambda: None)()
     if norm is not None and not 0 <= float(norm) < LARGEST_GRADIENT:  # -1 stands for one that is not finite
         raise RuntimeError(
-            f"The norm of the gradient is {float(norm):g} at step {step}: not finite, or beyond what Adam can square in float32. {unknown} The "
-            "optimizer step may have been taken, so nothing of it is saved. Resume from the last checkpoint with a lower learning rate."
+            f"The norm of the gradient is {float(norm):g} at step {step}: not finite, or beyond what Adam can square "
+            f"in float32. {unknown} The optimizer step may have been taken, so nothing of it is saved. Resume from the "
+            "last checkpoint with a lower learning rate."
         )
 
 
 def check_weights(model: nn.Module, step: int) -> None:
-    """Raise `RuntimeError` naming the first trained parameter that is not finite: what an optimizer has made of finite gradients. Called
-    before anything is written. Of sharded parameters each process looks at its own part; waits for the device once."""
+    """Raise `RuntimeError` naming the first trained parameter that is not finite, before anything is written.
+
+    Of sharded parameters each process looks at its own part; one sync.
+    """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = ((name, local_tensor(parameter)) for name, parameter in trained)
     if wrong := not_finite((name, part) for name, part in parts if part.numel()):
         raise RuntimeError(
-            f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the optimizer's step overflowed. "
-            "Nothing was written. Resume from the last checkpoint (resume_from_checkpoint=True) with a lower learning_rate."
+            f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the "
+            "optimizer's step overflowed. Nothing was written. Resume from the last checkpoint "
+            "(resume_from_checkpoint=True) with a lower learning_rate."
         )
 
 
 def _excerpt(completion) -> str:
-    text = completion if isinstance(completion, str) else completion[-1].get("content", completion)
-    text = str(text)
+    text = str(completion if isinstance(completion, str) else completion[-1].get("content", completion))
     return repr(text if len(text) <= 120 else text[:117] + "...")

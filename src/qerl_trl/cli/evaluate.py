@@ -1,16 +1,16 @@
-"""Commands that run a model: train, eval."""
+"""`qerl-trl eval`: accuracy of a model or a run on a benchmark, own data or a task."""
 
+import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..checkpoint.records import RESULTS_NAME
-from ..support.recipes import accelerate_file, config_file, examples_folder, task_file
-from .options import AccelerateConfig, AsJson, NumProcesses, note, print_result
+from ..support.recipes import task_file
+from .train import AsJson, note, print_result
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,63 +19,25 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
 
 
-def train(
-    context: typer.Context,
-    config: Annotated[
-        str | None,
-        typer.Option(help="YAML file; a bare name is looked up in the shipped configs. Default: by machine."),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="YAML file of a task, or the name of a shipped one. Default: what the configuration says."),
-    ] = None,
-    num_processes: NumProcesses = None,
-    accelerate_config: AccelerateConfig = None,
-) -> None:
-    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig, TRL's ModelConfig and of a task."""
-    arguments = list(context.args)
-    if task is not None:
-        arguments += ["--task", str(task_file(task))]
-    if config is not None:
-        arguments += ["--config", str(config_file(config))]
-    command = example_command(arguments, num_processes, accelerate_config)
-    sys.stdout.flush()
-    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
-
-
-def example_command(
-    arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
-) -> list[str]:
-    """The command line that trains with the example script."""
-    launcher = [sys.executable]
-    if accelerate_config is not None or (num_processes or 1) > 1:
-        launcher += ["-m", "accelerate.commands.launch"]
-    if accelerate_config is not None:
-        launcher += ["--config_file", str(accelerate_file(accelerate_config))]
-    if num_processes is not None and len(launcher) > 1:
-        launcher += ["--num_processes", str(num_processes)]
-    return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
-
-
 def evaluate(
     model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
     task: Annotated[
         str | None,
         typer.Option(
-            help="The held-out problems of this task: its YAML file, or the name of a shipped one. Greedily and as long as the run's completions, unless said."
+            help="The held-out problems of this task: YAML file, or a shipped one's name. Greedy, as long as the run's."
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="gsm8k (default), math500, amc23, aime24, aime25; or a file, folder with test.jsonl, or Hub id (question, answer)."
+            help="gsm8k (default), math500, amc23, aime24, aime25; a file, folder with test.jsonl, or Hub id."
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
     output: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file for the result. Default: eval-<data>.json in a local model's folder, unless --limit is given."
+            help="JSON file for the result. Default: eval-<data>.json in a local model's folder (not with --limit)."
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
@@ -85,15 +47,11 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Measure accuracy, noise off: with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), or of a --task as its run does."""
-    import dataclasses
-
+    """Measure accuracy, noise off, with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens) or a task's."""
     from qerl_trl.checkpoint import seal
     from qerl_trl.checkpoint.records import public_name
-    from qerl_trl.publish.load import recorded_settings, recorded_template_kwargs, require_model, require_whole
+    from qerl_trl.publish.load import recorded_settings, require_model, require_whole
     from qerl_trl.tasks import evaluation
-    from qerl_trl.tasks.grading import require_references
-    from qerl_trl.tasks.task import Task
 
     folder = Path(model)
     adapter = folder if (folder / "adapter_config.json").is_file() else None
@@ -103,38 +61,14 @@ def evaluate(
         require_whole(adapter)
     if engine not in ("transformers", "vllm"):
         raise ValueError(f"--engine {engine} is unknown. Choose transformers or vllm.")
-    if task is not None and data is not None:
-        raise ValueError("--task and --data are both given. A task has data of its own: leave one of them out.")
     settings = recorded_settings(folder) if folder.is_dir() else {}
-    measured = Task.read(task_file(task)) if task is not None else None
-    problems = None
-    if measured is not None:
-        problems = measured.splits()[1]
-        chosen, name = _protocol_of(measured, problems, settings), Path(str(task)).stem
-    else:
-        name = "gsm8k" if data is None else data if data in evaluation.PROTOCOLS else "local"
-        chosen = evaluation.PROTOCOLS.get(name) or evaluation.Protocol(str(data), system_prompt=None, grader="auto")
-        run_task = _task_of(folder)
-        if data is None and run_task is not None:
-            note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
-    given: dict[str, Any] = {
-        "chat_template_kwargs": recorded_template_kwargs(settings),
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-    }
-    chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
-    if data is not None:  # before a model is loaded
-        problems = evaluation.load_problems(chosen, limit)
-        require_references(problems["answer"], chosen.grader)
+    said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
     output = _output_file(output, folder, name, limit)
-
-    if engine == "vllm":
-        generate, weights = _in_vllm(model, adapter, measured, chosen, seed)
-    else:
-        generate, weights = _in_transformers(model, adapter, measured, chosen, seed, batch_size)
-    answer_format = "marked" if measured is None else measured.answer_format
-    verdicts_of = None if measured is None else measured.verdicts
-    result = evaluation.evaluate(chosen, generate, limit, seed, problems, verdicts_of, answer_format)
+    asked = model, adapter, measured, chosen, seed
+    generate, weights = _in_vllm(*asked) if engine == "vllm" else _in_transformers(*asked, batch_size)
+    of_task = (measured.verdicts, measured.answer_format) if measured is not None else ()
+    result = evaluation.evaluate(chosen, generate, limit, seed, problems, *of_task)
     if measured is not None:
         result["task"] = measured.label
     result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name)
@@ -144,19 +78,52 @@ def evaluate(
     result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
     if output is not None:
         seal.write_json_atomically(output, result)
-    low, high = result["interval95"]
+    print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, _lines(result, output))
+
+
+def _lines(result: dict[str, Any], output: Path | None) -> list[str]:
+    (low, high), protocol = result["interval95"], result["protocol"]
+    samples = protocol["samples"]
     lines = [
-        f"{name}, {weights} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
-        f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
+        f"{result['name']}, {result['weights']} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, "
+        f"{100 * high:.1f}] on {result['total']} problems, {samples} completion{'s' if samples > 1 else ''} each, "
+        f"temperature {protocol['temperature']:g}, {result['seconds']:.0f} s"
     ]
     if none := result["without_an_answer"]:
         lines.append(
-            f"{none} of {result['total'] * chosen.samples} completions state no answer after #### or in a box, and count as wrong. If the answer is the "
-            "whole text, use a --task with answer_format: whole."
+            f"{none} of {result['total'] * samples} completions state no answer after #### or in a box, and count as "
+            "wrong. If the answer is the whole text, use a --task with answer_format: whole."
         )
-    if output is not None:
-        lines.append(f"written: {output}")
-    print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+    return lines if output is None else [*lines, f"written: {output}"]
+
+
+def _chosen(
+    folder: Path, named: str | None, data: str | None, settings: Any, said: dict[str, Any], limit: int | None
+) -> tuple["Protocol", str, "Task | None", "Dataset | None"]:
+    """(protocol, name, task, problems): of a task, of `data`, or GSM8K. Refuses what cannot be graded."""
+    from qerl_trl.publish.load import recorded_template_kwargs
+    from qerl_trl.tasks import evaluation
+    from qerl_trl.tasks.grading import require_references
+    from qerl_trl.tasks.task import Task
+
+    said = {"chat_template_kwargs": recorded_template_kwargs(settings), **said}
+    said = {name: value for name, value in said.items() if value is not None}
+    if named is not None:
+        if data is not None:
+            raise ValueError("--task and --data are both given. A task has data of its own: leave one of them out.")
+        task = Task.read(task_file(named))
+        held_out = task.splits()[1]
+        return dataclasses.replace(_protocol_of(task, held_out, settings), **said), Path(named).stem, task, held_out
+    name = "gsm8k" if data is None else data if data in evaluation.PROTOCOLS else "local"
+    chosen = evaluation.PROTOCOLS.get(name) or evaluation.Protocol(str(data), system_prompt=None, grader="auto")
+    chosen = dataclasses.replace(chosen, **said)
+    if data is None:
+        if (run_task := _task_of(folder)) is not None:
+            note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
+        return chosen, name, None, None
+    problems = evaluation.load_problems(chosen, limit)
+    require_references(problems["answer"], chosen.grader)
+    return chosen, name, None, problems
 
 
 def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol":
@@ -165,8 +132,8 @@ def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol"
 
     if not task.graded(problems):
         raise ValueError(
-            f"The task {task.label!r} has tools, an environment or no reference answers: only its training loop can measure it. Start the "
-            "command that trained the run again: a finished run is measured again."
+            f"The task {task.label!r} has tools, an environment or no reference answers: only its training loop can "
+            "measure it. Start the command that trained the run again: a finished run is measured again."
         )
     task.graded_by()  # a grader that cannot be found is an error before a model is loaded
     return Protocol(
@@ -240,7 +207,7 @@ def _task_of(model: Path) -> str | None:
 
 
 def _output_file(output: Path | None, model: Path, name: str, limit: int | None) -> Path | None:
-    """Where the result is written, checked before anything is measured. A part (`--limit`) is not written into the model's folder."""
+    """Where the result is written, checked before anything is measured; a part (`--limit`) not into the model."""
     if output is None:
         if not model.is_dir() or limit is not None:
             return None

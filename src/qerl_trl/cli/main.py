@@ -1,9 +1,7 @@
-"""The command line `qerl-trl`: the list of commands, and what becomes of their errors.
+"""The command line `qerl-trl`: its commands and their errors. Heavy imports are inside them: `--help` is instant.
 
-The commands are in `make`, `run`, `arms`, `ask` and `tune`; heavy imports happen inside them, so that `--help` is instant.
-
-Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go to standard output
-(as JSON with `--json`), everything else to standard error.
+Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go
+to standard output (as JSON with `--json`), everything else to standard error.
 """
 
 import sys
@@ -11,7 +9,7 @@ import sys
 import typer
 
 from ..support import errors
-from . import ask, evaluate, make, train, tune
+from . import evaluate, make, plan, train
 
 app = typer.Typer(
     help="Reinforcement learning of LLMs on a frozen 4-bit (NVFP4) base: train, measure, merge, quantize, publish.",
@@ -28,12 +26,22 @@ app.command()(make.quantize)
 app.command()(make.merge)
 app.command()(make.push)
 _TO_THE_EXAMPLE = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command(context_settings=_TO_THE_EXAMPLE)(evaluate.train)
+app.command(context_settings=_TO_THE_EXAMPLE)(train.train)
 app.command(cls=train.SpreadCommand, context_settings=_TO_THE_EXAMPLE)(train.arms)
 app.command(name="eval")(evaluate.evaluate)
-app.command()(ask.plan)
-app.command()(tune.tune)
-app.command()(ask.doctor)
+app.command()(plan.plan)
+app.command()(plan.tune)
+
+
+@app.command()
+def doctor(as_json: train.AsJson = False) -> None:
+    """Versions, GPU, what will be used, and each problem with its remedy. Exit code 1 if something will not work."""
+    from . import doctor as diagnosis
+
+    found = diagnosis.examine()
+    train.print_result(found.as_dict(), as_json, found.lines())
+    if any(problem.fatal for problem in found.problems):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..support.recipes import task_file
-from .options import (
+from .train import (
     AllowOtherBase,
     AsJson,
     BaseFormat,

@@ -1,23 +1,160 @@
-"""The command that compares arms: each with each seed, in a folder of its own."""
+"""Commands that train: `train` (one run) and `arms` (arms x seeds); options, notes and progress of every command."""
 
 import json
+import os
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from ..support.recipes import accelerate_file, config_file
-from .evaluate import example_command
-from .options import AccelerateConfig, AsJson, NumProcesses, note, print_result
+from ..support.recipes import accelerate_file, config_file, examples_folder, task_file
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing destination, once the new one is complete.")
+]
+BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the base. Default: what the adapter says.")]
+BaseFormat = Annotated[
+    str | None, typer.Option(help="nvfp4 or bf16: the base's format. Default: what the run recorded.")
+]
+AllowOtherBase = Annotated[
+    bool, typer.Option("--allow-other-base", help="Take a base with other weights than the run's; it is recorded.")
+]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
+
+
+def _checked_dtype(said: str | None) -> str | None:
+    if said not in (None, "bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype {said} is none of bfloat16, float16, float32.")
+    return said
+
+
+#: of a merge
+WrittenDtype = Annotated[
+    str | None,
+    typer.Option(
+        callback=_checked_dtype,
+        help="bfloat16 (default), float16 or float32: of what --as bf16 writes, not of what is computed in.",
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option(help="Processes (GPUs) of a run, by accelerate launch. Default: 1, or as --accelerate-config says."),
+]
+AccelerateConfig = Annotated[
+    str | None,
+    typer.Option(help="accelerate's YAML file, or the name of a shipped one: data_parallel_8, fsdp2_2, zero2_4..."),
+]
+DatasetName = Annotated[str | None, typer.Option("--dataset", help="Training data to name in the card.")]
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def print_result(content: Mapping[str, Any], as_json: bool, lines: list[str]) -> None:
+    print(json.dumps(content, indent=1) if as_json else "\n".join(lines))
+
+
+def weights_at(folder: Path) -> dict[str, int]:
+    """The files of weights in a folder, and when each was written."""
+    return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
+
+
+def told_of(folder: Path, before: Mapping[str, int]) -> str:
+    """Whether `folder`, which had the weights `before`, was written."""
+    return "there already" if before and weights_at(folder) == before else "written"
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Any]:
+    """A progress bar in bytes, in a log a line every `LOG_SECONDS`; call with (bytes since the last call, all)."""
+    from tqdm import tqdm
+
+    if not sys.stderr.isatty():
+        yield _Lines(description).update
+        return
+    with tqdm(desc=description, unit="B", unit_scale=True) as bar:
+
+        def update(size: int, total: int | None = None) -> None:
+            if total is not None and bar.total != total:
+                bar.total = total
+            bar.update(size)
+
+        yield update
+
+
+#: between two lines of progress in a log
+LOG_SECONDS = 30.0
+
+
+class _Lines:
+    """Progress for a log: nothing for what takes less than `LOG_SECONDS`."""
+
+    def __init__(self, description: str) -> None:
+        self.description, self.done = description, 0
+        self.total: int | None = None
+        self.begun = self.said = time.monotonic()
+
+    def update(self, size: int, total: int | None = None) -> None:
+        self.done, self.total = self.done + size, total or self.total
+        now = time.monotonic()
+        if now - self.said < LOG_SECONDS:
+            return
+        self.said = now
+        of = f" of {self.total / 1e9:.1f} GB ({self.done / self.total:.0%})" if self.total else " GB"
+        note(f"{self.description}: {self.done / 1e9:.1f}{of} after {now - self.begun:.0f} s")
+
+
+# --- train and arms ------------------------------------------------------------
 
 #: what a finished run was started with, in its folder
 STARTED_NAME = "arm.json"
 _VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from_checkpoint")
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file of a run, or a shipped one's name. Default: by machine.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="YAML file of a task, or a shipped one's name. Default: the configuration's.")
+    ] = None,
+    num_processes: NumProcesses = None,
+    accelerate_config: AccelerateConfig = None,
+) -> None:
+    """Train with examples/grpo_gsm8k.py, which takes further options: of QeRLConfig, TRL's ModelConfig, a task."""
+    arguments = list(context.args)
+    if task is not None:
+        arguments += ["--task", str(task_file(task))]
+    if config is not None:
+        arguments += ["--config", str(config_file(config))]
+    command = example_command(arguments, num_processes, accelerate_config)
+    sys.stdout.flush()
+    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
+
+
+def example_command(
+    arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
+) -> list[str]:
+    """The command line that trains with the example script."""
+    launcher = [sys.executable]
+    if accelerate_config is not None or (num_processes or 1) > 1:
+        launcher += ["-m", "accelerate.commands.launch"]
+    if accelerate_config is not None:
+        launcher += ["--config_file", str(accelerate_file(accelerate_config))]
+    if num_processes is not None and len(launcher) > 1:
+        launcher += ["--num_processes", str(num_processes)]
+    return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
 
 
 class SpreadCommand(TyperCommand):
@@ -47,10 +184,10 @@ def arms(
     accelerate_config: AccelerateConfig = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train arms x seeds, each in a folder of its own, and print the paired table. Further options go to every run, as with train.
+    """Train arms x seeds, each in its own folder, and print the paired table. Further options go to every run.
 
-    Example: qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 --seeds 1 2 3 --output_dir runs/arms. Started again, it goes on where
-    it stopped. The table (arms.md, arms.json) has the accuracies, and each arm's differences from the first one, seed by seed.
+    Example: qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 --seeds 1 2 3 --output_dir runs/arms. Started
+    again, it continues. The table (arms.md, arms.json) has the accuracies and the differences from the first arm.
     """
     from qerl_trl.checkpoint import seal
     from qerl_trl.tasks import arms as comparison
@@ -58,15 +195,7 @@ def arms(
     seeds = seeds or [1, 2, 3]
     comparison.check(arms, seeds)
     further = list(context.args)
-    names = {word: word.split("=")[0].removeprefix("--").replace("-", "_") for word in further if word.startswith("--")}
-    if taken := [word for word, name in names.items() if name in _VARIED]:
-        raise ValueError(
-            f"{' '.join(taken)} is what qerl-trl arms gives to each run: use --arms, --seeds and --output_dir."
-        )
-    if "hub_model_id" in names.values():
-        raise ValueError(
-            "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
-        )
+    _refuse_varied(further)
     file = config_file(config)
     if accelerate_config is not None:
         accelerate_file(accelerate_config)  # refused now, not once for each run
@@ -77,15 +206,7 @@ def arms(
         folder = output_dir / f"{arm}-{seed}"
         options = {"output_dir": folder, "seed": seed, "data_seed": seed, **comparison.ARMS[arm]}
         words = [*further, "--config", str(file), *(str(w) for name, v in options.items() for w in (f"--{name}", v))]
-        started = _started(words, file)
-        if _read(folder / STARTED_NAME) == started and (folder / comparison.RESULTS_NAME).is_file():
-            note(f"{arm}, seed {seed}: has ended already, in {folder}")
-            return arm, seed, 0
-        log = output_dir / f"{folder.name}.log"
-        note(f"{arm}, seed {seed}: in {folder}, its output in {log}")
-        code = launch(example_command(words, num_processes, accelerate_config), log)
-        if code == 0:
-            seal.write_json_atomically(folder / STARTED_NAME, started)
+        code = _run(words, file, folder, example_command(words, num_processes, accelerate_config))
         return arm, seed, code
 
     found = None
@@ -93,9 +214,8 @@ def arms(
         for future in as_completed([pool.submit(run, arm, seed) for seed in seeds for arm in arms]):
             arm, seed, code = future.result()
             if code:
-                failed.append(
-                    f"{arm} with seed {seed} ended with exit code {code} ({_last_line(output_dir / f'{arm}-{seed}.log')})"
-                )
+                last = _last_line(output_dir / f"{arm}-{seed}.log")
+                failed.append(f"{arm} with seed {seed} ended with exit code {code} ({last})")
                 note(failed[-1])
                 continue
             runs.append(comparison.read_run(output_dir / f"{arm}-{seed}", arm, seed))
@@ -107,7 +227,39 @@ def arms(
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log beside each folder of "
-            f"{output_dir}. Once the cause is gone, start the same command again: runs that have ended stay, the others go on."
+            f"{output_dir}. Start the same command again: runs that have ended stay, the others are resumed."
+        )
+
+
+def _run(words: Sequence[str], config: Path, folder: Path, command: Sequence[str]) -> int:
+    """Train in `folder`, unless that run has ended already; returns the exit code."""
+    from qerl_trl.checkpoint import seal
+    from qerl_trl.checkpoint.records import RESULTS_NAME
+    from qerl_trl.support import secrets
+
+    started = {"options": secrets.redacted_words(words), "config_sha256": seal.sha256(config)}
+    arm, _, seed = folder.name.rpartition("-")
+    ended, log = folder / STARTED_NAME, folder.with_name(f"{folder.name}.log")
+    if ended.is_file() and json.loads(ended.read_text()) == started and (folder / RESULTS_NAME).is_file():
+        note(f"{arm}, seed {seed}: has ended already, in {folder}")
+        return 0
+    note(f"{arm}, seed {seed}: in {folder}, its output in {log}")
+    code = launch(command, log)
+    if code == 0:
+        seal.write_json_atomically(ended, started)
+    return code
+
+
+def _refuse_varied(further: list[str]) -> None:
+    """Options that each run gets from `arms` itself."""
+    names = {word: word.split("=")[0].removeprefix("--").replace("-", "_") for word in further if word.startswith("--")}
+    if taken := [word for word, name in names.items() if name in _VARIED]:
+        raise ValueError(
+            f"{' '.join(taken)} is what qerl-trl arms gives to each run: use --arms, --seeds and --output_dir."
+        )
+    if "hub_model_id" in names.values():
+        raise ValueError(
+            "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
         )
 
 
@@ -127,7 +279,7 @@ _running: set[subprocess.Popen] = set()
 
 @contextmanager
 def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that each wait for a run. On an error, or Ctrl-C, no further run begins and those that run are ended."""
+    """Threads that each wait for a run. On an error, or Ctrl-C, none is started any more and the running are ended."""
     pool = ThreadPoolExecutor(jobs)
     try:
         yield pool
@@ -138,17 +290,6 @@ def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
         raise
     finally:
         pool.shutdown()
-
-
-def _started(words: Sequence[str], config: Path) -> dict[str, object]:
-    from qerl_trl.checkpoint import seal
-    from qerl_trl.support import secrets
-
-    return {"options": secrets.redacted_words(words), "config_sha256": seal.sha256(config)}
-
-
-def _read(file: Path) -> object:
-    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _last_line(log: Path) -> str:

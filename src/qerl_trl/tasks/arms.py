@@ -1,7 +1,7 @@
 """Arms of a comparison: the options of each, and the paired table of their runs.
 
-Quantization and noise are two changes, so a claim about either needs arms that differ in it alone, over several seeds. Runs of one seed share
-the order of problems and the initial adapter, so differences are taken seed by seed.
+Quantization and noise are two changes, so a claim about either needs arms that differ in it alone, over several seeds.
+Runs of one seed share the order of problems and the initial adapter, so differences are taken seed by seed.
 """
 
 import json
@@ -11,20 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.records import RESULTS_NAME
-from .results import differing
 
+#: of some bases: weights trained in 16 bits do not move at the usual learning rates
+_FURTHER = {"full": {"use_peft": "false", "dtype": "float32"}}
 #: arm -> options of the example; a claim is about two of them
 ARMS: dict[str, dict[str, str]] = {
-    f"{base}{suffix}": {"base_format": base, "aqn": noise, **others}
-    for base, others in {
-        "nvfp4": {},
-        "bf16": {},
-        "nf4": {},
-        "full": {
-            "use_peft": "false",
-            "dtype": "float32",
-        },  # weights trained in 16 bits do not move at the usual learning rates
-    }.items()
+    f"{base}{suffix}": {"base_format": base, "aqn": noise, **_FURTHER.get(base, {})}
+    for base in ("nvfp4", "bf16", "nf4", "full")
     for suffix, noise in (("", "true"), ("-no-noise", "false"))
 }
 
@@ -43,47 +36,42 @@ def check(arms: Sequence[str], seeds: Sequence[int]) -> None:
 
 
 def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any]:
-    """What the run in `folder` measured, short.
-
-    Raises:
-        `ValueError`: it is a run of another arm or seed.
-    """
+    """What the run in `folder` measured, short; `ValueError` if it is of another arm or seed."""
     results: dict[str, Any] = json.loads((folder / RESULTS_NAME).read_text())
     wanted = {"base_format": ARMS[arm]["base_format"], "aqn": ARMS[arm]["aqn"] == "true", "seed": seed}
     found = {"seed": results["seed"], "base_format": results["arm"]["base_format"], "aqn": results["arm"]["aqn"]}
     if wrong := {name: found[name] for name in wanted if found[name] != wanted[name]}:
         raise ValueError(
-            f"{folder / RESULTS_NAME} is not of {arm} with seed {seed}: it was trained with {wrong}. Move that folder away, or choose another "
-            "--output_dir."
+            f"{folder / RESULTS_NAME} is not of {arm} with seed {seed}: it was trained with {wrong}. Move that folder "
+            "away, or choose another --output_dir."
         )
     measured = ("before", "after", "difference", "steps", "train_seconds", "measured_by")
     return {"arm": arm, "seed": seed, "folder": folder.name, **{name: results[name] for name in measured}}
 
 
 def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The comparison as data: accuracies of each arm, and each arm's differences from the first one, by seed, with mean and standard error.
+    """The comparison as data: accuracies of each arm, and its differences from the first one, by seed, with mean.
 
     Raises:
-        `ValueError`: the runs were not measured on equally many problems and in one way, or not trained equally long.
+        `ValueError`: the runs differ in their number of problems or steps, or in how they were measured.
     """
     runs = list(runs)
-    for name, values in (
-        ("held-out problems", {run["after"]["total"] for run in runs}),
-        ("steps", {run["steps"] for run in runs}),
-    ):
-        if len(values) > 1:
-            each = ", ".join(f"{run['folder']}: {run['steps']} steps, {run['after']['total']} problems" for run in runs)
+    if len({(run["after"]["total"], run["steps"]) for run in runs}) > 1:
+        name = "held-out problems" if len({run["after"]["total"] for run in runs}) > 1 else "steps"
+        each = ", ".join(f"{run['folder']}: {run['steps']} steps, {run['after']['total']} problems" for run in runs)
+        raise ValueError(
+            f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with "
+            "one set of options, or in another --output_dir."
+        )
+    for run in runs[1:]:
+        first, way = runs[0]["measured_by"], run["measured_by"]
+        names = [name for name in sorted({*first, *way}) if first.get(name) != way.get(name)]
+        if names:
+            lines = "; ".join(f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in names)
             raise ValueError(
-                f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with one set of options, or "
+                f"These runs cannot be compared, {runs[0]['folder']} and {run['folder']} were measured in different "
+                f"ways ({lines}). Measure all with one grader and one set of options: start the same command "
                 "in another --output_dir."
-            )
-    ways = [(run["folder"], run["measured_by"]) for run in runs]
-    for folder, way in ways[1:]:
-        first_folder, first = ways[0]
-        if lines := [f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in differing(first, way)]:
-            raise ValueError(
-                f"These runs cannot be compared, {first_folder} and {folder} were measured in different ways ({'; '.join(lines)}). Measure all with one "
-                "grader and one set of options: start the same command in another --output_dir."
             )
     accuracy: dict[str, Any] = {}
     for arm in arms:
@@ -147,18 +135,21 @@ def table(found: Mapping[str, Any]) -> str:
     rows.append(row)
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return (
-        f"{text}\n\nHeld-out accuracy in percent, before and after {found['steps']} steps, on {found['problems']} problems; differences of the "
-        "accuracy after training in points, seed by seed; +- is the standard error of a mean over seeds."
+        f"{text}\n\nHeld-out accuracy in percent, before and after {found['steps']} steps, on {found['problems']} "
+        "problems; differences of the accuracy after training in points, seed by seed; +- is the standard error of a "
+        "mean over seeds."
     )
 
 
 def _change(before: float | None, after: float | None, error: float | None) -> str:
     if before is None or after is None:
         return ""
-    return f"{100 * before:.1f} -> {100 * after:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
+    return f"{100 * before:.1f} -> {100 * after:.1f}{_error(error)}"
 
 
 def _points(value: float | None, error: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{100 * value:+.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
+    return "" if value is None else f"{100 * value:+.1f}{_error(error)}"
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" +- {100 * error:.1f}"

@@ -1,4 +1,4 @@
-"""Problems as TRL wants them: a conversational `prompt`, and an `answer` where there is one. From the Hub, files, or a function."""
+"""Problems as TRL wants them: a conversational `prompt`, and an `answer`. From the Hub, files, or a function."""
 
 import csv
 import gzip
@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from .named import in_words
+from .grading import in_words
 
 #: files that are read, compressed with gzip or not; of a folder those of the first kind that it has
 KINDS = (".jsonl", ".parquet", ".csv", ".tsv", ".json", ".txt")
@@ -31,8 +31,9 @@ def read(
     folders: Sequence[Path] = (),
     as_text: Sequence[str] = (),
 ) -> DatasetDict:
-    """The splits of a Hub dataset, of a folder of `<split>.jsonl` or as `save_to_disk` writes it, of a .jsonl file (`train`), or that a function
-    returns. Files may be of any of the `KINDS`. Columns of .csv and .tsv are text, and those of JSON that are named `as_text`
+    """The splits of a Hub dataset, a folder of `<split>.jsonl` or of `save_to_disk`, a file (`train`), or a function.
+
+    Files may be of any of the `KINDS`. Columns of .csv and .tsv are text, and those of JSON that are named `as_text`
     where one type for all numbers would change how they are written.
 
     Raises:
@@ -55,7 +56,7 @@ def read(
         what = "a folder without" if source.is_dir() else "not"
         raise ValueError(
             f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(KINDS)}. A folder needs "
-            "one for each split, or is what save_to_disk wrote; else name file.py:function, which returns {split: rows}."
+            "one for each split, or is what save_to_disk wrote. Or name file.py:function, which returns {split: rows}."
         )
     if isinstance(source, str):
         return from_hub(source, config, None, f"dataset_name={source!r}", folders)
@@ -156,18 +157,15 @@ def _of_rows(
 
 
 def from_hub(name: str, config: str | None, split: str | None, said: str, folders: Sequence[Path] = ()) -> Any:
-    """All splits of a dataset of the Hub, or one. `said`: by whom it was named.
-
-    Raises:
-        `ValueError`: it cannot be loaded; nor is it a file or folder in `folders`, where it was looked for.
-    """
+    """All splits of a dataset of the Hub, or one. `said`: the option and its value, for the message."""
     try:
         return load_dataset(name, config, split=split)
     except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
         places = in_words(folders) or "the working directory"
         raise ValueError(
-            f"{said} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder with <split>.jsonl, a .jsonl "
-            "file, or a dataset of the Hub (user/name) that this machine can reach; of a task also file.py:function."
+            f"{said} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder "
+            "with <split>.jsonl, a .jsonl file, or a dataset of the Hub (user/name) that this machine can reach; of a "
+            "task also file.py:function."
         ) from error
 
 
@@ -184,11 +182,7 @@ def with_prompts(
     needs_answer: bool = True,
     named: Any = "The dataset",
 ) -> Dataset:
-    """Questions become a conversational `prompt`, reference answers `answer`, of the type that they have; other columns stay, for the rewards.
-
-    Raises:
-        `ValueError`: a column is missing, or a row asks nothing.
-    """
+    """Questions become a conversational `prompt`, references `answer`, of their type; other columns stay."""
     question = prompt_column or next((name for name in QUESTIONS if name in data.column_names), None)
     answer = answer_column or next((name for name in ANSWERS if name in data.column_names), None)
     missing = [name for name in (prompt_column, answer_column) if name and name not in data.column_names]
@@ -209,16 +203,16 @@ def with_prompts(
             raise ValueError(f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}.")
         if not isinstance(asked, str) and not _are_messages(asked):
             raise ValueError(
-                f"Row {number} of the dataset (from 0) asks with no text: its {question!r} is {asked!r} ({type(asked).__name__}). A text is wanted, or messages "
-                "with a role and a content. Name another column (prompt_column), or make it with a formatting_func."
+                f"Row {number} of the dataset (from 0) asks with no text: its {question!r} is {asked!r} "
+                f"({type(asked).__name__}). A text is wanted, or messages with a role and a content. Name another "
+                "column (prompt_column), or make it with a formatting_func."
             )
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         if messages and messages[0]["role"] == "system" and system:
             messages = messages[1:]
         return {"prompt": [*system, *messages], **({"answer": row[answer]} if answer else {})}
 
-    gone = [name for name in (question,) if name != "prompt"]
-    return data.map(row_of, with_indices=True, remove_columns=gone)
+    return data.map(row_of, with_indices=True, remove_columns=[question] if question != "prompt" else [])
 
 
 def _are_messages(asked: Any) -> bool:
@@ -231,15 +225,11 @@ def _are_messages(asked: Any) -> bool:
 
 
 def split_named(data: DatasetDict, name: str, option: str) -> Dataset:
-    """One split.
-
-    Raises:
-        `ValueError`: there is no such split.
-    """
+    """One split, which `option` names."""
     if name not in data:
         raise ValueError(
-            f"{option}={name!r} is none of the splits {', '.join(data)}. Name another, or hold a part of the training split out with "
-            "test_split_size (0.1 is a tenth, 200 are 200 problems)."
+            f"{option}={name!r} is none of the splits {', '.join(data)}. Name another, or hold a part of the training "
+            "split out with test_split_size (0.1 is a tenth, 200 are 200 problems)."
         )
     return data[name]
 

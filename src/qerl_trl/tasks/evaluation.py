@@ -1,8 +1,8 @@
 """Accuracy on problems with one final answer: greedy or sampled, noise off, with confidence intervals.
 
-`qerl-trl eval` runs the paper's protocol (Section 4: temperature 0.6, top-p 0.95, at most 4096 new tokens) on its benchmarks, with
-transformers or vLLM. An adapter is checked to change the model's output before anything is measured; an answer counts when the protocol's
-grader (grading.py) finds the *whole* stated answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
+`qerl-trl eval` runs the paper's protocol (Section 4: temperature 0.6, top-p 0.95, at most 4096 new tokens) on its
+benchmarks, with transformers or vLLM. An answer counts when the protocol's grader (grading.py) finds the *whole* stated
+answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
 """
 
 import copy
@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from ..checkpoint import records
+from ..checkpoint.settings import run_settings
 from ..rollout.sampling import end_tokens, of_the_model_alone
 from ..rollout.vllm.offline import CheckpointEngine
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
 from .grading import Grader, final_answer, grader_of, is_correct
+from .task import Task
 
 _Z95 = 1.959963984540054
 BOXED_PROMPT = "Solve the problem step by step. Put the final answer in \\boxed{}."
@@ -64,11 +67,10 @@ class Accuracy:
 
 
 def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[float, float, float]:
-    """Mean change in accuracy on the same problems with its 95 % interval (normal approximation of paired differences; where all changed alike, or none
-    did, that of Agresti and Min, Statistics in Medicine 2005, with half a problem more of each kind).
+    """(difference, low, high): mean change in accuracy on the same problems with its 95 % interval, as fractions.
 
-    Returns:
-        `(difference, low, high)`, as fractions.
+    Normal approximation of paired differences; where all changed alike, or none did, that of Agresti and Min
+    (Statistics in Medicine 2005), with half a problem more of each kind.
     """
     differences = [int(b) - int(a) for a, b in zip(before, after, strict=True)]
     n = len(differences)
@@ -83,7 +85,7 @@ def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[fl
 
 
 def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
-    """Accuracy over several completions per problem, with a 95 % interval that takes problems, not completions, as independent.
+    """Accuracy over several completions per problem, with a 95 % interval that takes problems as independent.
 
     Args:
         correct: for each problem, whether each of its completions is correct.
@@ -96,20 +98,17 @@ def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
     variance = sum((share - mean) ** 2 for share in shares) / max(n - 1, 1)
     half = _Z95 * math.sqrt(variance / n)
     interval = [max(0.0, mean - half), min(1.0, mean + half)]
-    if (
-        len({sum(row) for row in correct}) == 1
-    ):  # problems that all went alike say no more than as many of one completion each
+    if len({sum(row) for row in correct}) == 1:  # problems that all went alike count as one completion each
         interval = list(Accuracy(round(mean * n), n).interval)
     return {"correct": sum(map(sum, correct)), "total": n, "accuracy": mean, "interval95": interval}
 
 
-# --- protocols --------------------------------------------------------------------------------------------------------------------
+# --- protocols ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark and how it is run. `samples`: completions per problem (more for the small sets, ours). `grader`: see grading.py.
-    `chat_template_kwargs`: for the chat template, such as `{"enable_thinking": False}`."""
+    """A benchmark and how it is run. `samples`: completions per problem, more for small sets. `grader`: see grading."""
 
     dataset: str
     config: str | None = None
@@ -133,13 +132,7 @@ PROTOCOLS = {
 
 
 def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
-    """The benchmark with a conversational `prompt` and an `answer` column.
-
-    `protocol.dataset` is a Hub id, a file, or a folder with `<split>.jsonl`, of any kind that a task's data may have.
-
-    Raises:
-        `ValueError`: no column that holds questions or answers.
-    """
+    """The benchmark (a Hub id, a file, or a folder, as a task's data) with the columns `prompt` and `answer`."""
     local = Path(protocol.dataset)
     if local.exists():
         splits = read(local, as_text=ANSWERS)
@@ -160,32 +153,26 @@ def evaluate(
     verdicts_of: Callable[[list[str], Dataset], list[bool]] | None = None,
     answer_format: str = "marked",
 ) -> dict[str, Any]:
-    """Run a protocol. `generate` gives one completion for each row of a dataset whose problems are repeated `samples` times.
+    """Run a protocol; the result is JSON: accuracy with interval, the protocol, the verdicts of each problem.
 
     Args:
-        problems, verdicts_of, answer_format: of a task ([`task.Task`]), instead of the protocol's dataset and grader.
-
-    Returns:
-        A JSON-able result: accuracy with interval, the protocol, and for each problem the completions' verdicts.
+        generate: gives one completion for each row of a dataset whose problems are repeated `samples` times.
+        problems, verdicts_of, answer_format: of a task, instead of the protocol's dataset and grader.
     """
-    verdicts_of = verdicts_of or functools.partial(
-        grade, grader=grader_of(protocol.grader), whole=answer_format == "whole"
-    )
+    whole = answer_format == "whole"
+    verdicts_of = verdicts_of or functools.partial(grade, grader=grader_of(protocol.grader), whole=whole)
     problems = load_problems(protocol, limit) if problems is None else first(problems, limit)
     repeated = problems.select([i for i in range(len(problems)) for _ in range(protocol.samples)])
     started = time.perf_counter()
     completions = generate(repeated)
     verdicts = verdicts_of(completions, repeated)
-    whole = {
-        "answer_format": answer_format,
-        "without_an_answer": 0 if answer_format == "whole" else sum(not final_answer(text) for text in completions),
-    }
     rows = [verdicts[i : i + protocol.samples] for i in range(0, len(verdicts), protocol.samples)]
     return {
         **sampled_accuracy(rows),
         "dataset": protocol.dataset,
         "protocol": asdict(protocol),
-        **whole,
+        "answer_format": answer_format,
+        "without_an_answer": 0 if whole else sum(not final_answer(text) for text in completions),
         "seed": seed,
         "seconds": time.perf_counter() - started,
         "verdicts": rows,
@@ -193,16 +180,12 @@ def evaluate(
     }
 
 
-# --- engines ----------------------------------------------------------------------------------------------------------------------
+# --- engines ------------------------------------------------------------
 
 
 @torch.no_grad()
 def check_adapter_applied(model: PreTrainedModel | PeftModel) -> None:
-    """Refuse an adapter that changes nothing: evaluating it would measure the base.
-
-    Raises:
-        `RuntimeError`: the logits are the same with and without it.
-    """
+    """Raise `RuntimeError` if the logits are the same without the adapter: an evaluation would measure the base."""
     if not isinstance(model, PeftModel):
         return
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -213,7 +196,7 @@ def check_adapter_applied(model: PreTrainedModel | PeftModel) -> None:
         base = model(ids).logits
     if torch.equal(adapted, base):
         raise RuntimeError(
-            "The adapter changes no logit: it is untrained, or did not load. An evaluation would measure the base model."
+            "The adapter changes no logit: it is untrained, or did not load, so the base model would be measured."
         )
 
 
@@ -248,25 +231,13 @@ def vllm_engine(
     chat_template: str | None = None,
     **engine: Any,
 ) -> Callable[[Dataset], list[str]]:
-    """`generate` for [`evaluate`] by vLLM, the adapter in vLLM's own LoRA slots.
-
-    Args:
-        model: folder or Hub id of a bf16 or NVFP4 checkpoint.
-        chat_template: instead of the model's own.
-        engine: further arguments of `vllm.LLM`.
-
-    Raises:
-        `ImportError`: vLLM is not installed. `RuntimeError`: the adapter changes no log-probability.
-        `ValueError`: its rank is larger than vLLM's slots.
-    """
+    """`generate` for [`evaluate`] by vLLM, the adapter in vLLM's own LoRA slots. `engine`: arguments of `vllm.LLM`."""
     try:
         vllm = CheckpointEngine(model, adapter, seed, **engine)
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise ImportError(
-            "vLLM is not installed: pip install 'qerl-trl[vllm]', or use --engine transformers."
-        ) from error
+        raise ImportError("vLLM is not installed: pip install 'qerl-trl[vllm]', or --engine transformers.") from error
 
     def generate(dataset: Dataset) -> list[str]:
         return vllm.chat(
@@ -303,17 +274,12 @@ def solve(
     progress: bool = True,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Completions for the conversational `prompt` column of `dataset`, in its order.
+    """Completions for the conversational `prompt` column of `dataset`, in its order, in evaluation mode (no noise).
 
-    Greedy unless a `generation_config` says otherwise; what the model's own generation_config.json adds does not act. The model is put into evaluation mode, where no noise acts, and back.
-
-    Args:
-        max_new_tokens: length limit of a completion, in tokens.
-        batch_size: prompts generated for at a time; sorted by length inside so that padding stays small.
+    Greedy without a `generation_config`; the model's own generation_config.json is ignored. Sorted by length inside.
     """
-    generation_config = copy.deepcopy(generation_config) or GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens
-    )
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens)
+    generation_config = copy.deepcopy(generation_config) or greedy
     if tokenizer.pad_token is None:  # as TRL's trainer does; not in a tokenizer that is written later
         tokenizer = copy.copy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
@@ -327,17 +293,11 @@ def solve(
     model.eval()
     try:
         every = 0.1 if sys.stderr.isatty() else 30.0  # in a log: seconds between two lines
-        for start in tqdm(
-            range(0, len(order), batch_size), "evaluating", leave=False, mininterval=every, disable=not progress
-        ):
+        starts = range(0, len(order), batch_size)
+        for start in tqdm(starts, "evaluating", leave=False, mininterval=every, disable=not progress):
             rows = order[start : start + batch_size]
-            batch = tokenizer(
-                [texts[i] for i in rows],
-                return_tensors="pt",
-                padding=True,
-                padding_side="left",
-                add_special_tokens=False,
-            ).to(model.device)
+            padded: dict[str, Any] = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+            batch = tokenizer([texts[i] for i in rows], add_special_tokens=False, **padded).to(model.device)
             with of_the_model_alone(model):
                 output = cast(Any, model).generate(  # torch types a module's attributes as tensors
                     input_ids=batch["input_ids"],
@@ -353,6 +313,111 @@ def solve(
 
 
 def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto", whole: bool = False) -> list[bool]:
-    """Whether each completion states the dataset's `answer`, as `grader` compares (grading.py); `whole`: whether it is the answer as a whole."""
+    """Whether each completion states the dataset's `answer`, as `grader` compares; `whole`: all of it is the answer."""
     compare = grader_of(grader) if isinstance(grader, str) else grader
     return [is_correct(text, gold, compare, whole) for text, gold in zip(completions, dataset["answer"], strict=True)]
+
+
+# --- held-out problems, answered where rollouts are generated --------------------
+
+#: further arguments of a run by which a completion is sampled
+_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_tool_calling_iterations")
+
+
+def held_out_completions(
+    trainer: Any, dataset: Dataset, max_new_tokens: int | None = None, batch_size: int = 64
+) -> list[str]:
+    """Greedy completions for the `prompt` column of `dataset` by the trained policy, on every process. Collective.
+
+    With vLLM by the running engine: the adapter of this moment, noise off. Every process answers its share.
+    """
+    accelerator, tokenizer = trainer.accelerator, trainer.processing_class
+    limit = max_new_tokens or trainer.max_completion_length
+    template = trainer.chat_template_kwargs
+    # contiguous, in rank order; each process gets as many (padded), because sharded weights are gathered together
+    share = len(dataset) // accelerator.num_processes
+    share += accelerator.process_index < len(dataset) % accelerator.num_processes
+    with accelerator.split_between_processes(list(range(len(dataset))), apply_padding=True) as rows:
+        if trainer.use_vllm:
+            mine = dataset.select(rows[:share])
+            texts = prompt_texts(tokenizer, mine["prompt"], template)
+            prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            tokens = trainer.vllm_generation.generate_greedily(prompts, limit)
+            completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        else:
+            policy = accelerator.unwrap_model(trainer.model)
+            progress, mine = accelerator.is_main_process, dataset.select(rows)
+            texts = solve(policy, tokenizer, mine, limit, batch_size, None, progress, template)
+            completions = texts[:share]
+    return gather_object(completions)
+
+
+@torch.no_grad()
+def held_out_rewards(trainer: Any, dataset: Dataset, batch_size: int = 64) -> list[float]:
+    """The first reward of one completion for each row of `dataset`, in its order, on every process. Collective.
+
+    Sampled as in a rollout of the run, tools and environments included, but without noise.
+    """
+    ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    training, generations = trainer.model.training, trainer.num_generations_eval
+    trainer.model.eval()
+    trainer.num_generations_eval = 1
+    rewards: list[float] = []
+    try:
+        for start in range(0, len(dataset), batch_size * ranks):
+            # each process gets as many, the last one again where there are no more
+            share = min(batch_size, -(-(len(dataset) - start) // ranks))
+            mine = [min(start + rank * share + i, len(dataset) - 1) for i in range(share)]
+            trainer._generate_and_score_completions([dict(dataset[row]) for row in mine])
+            rewards += trainer._rewards[:, 0].tolist()  # of all processes, in their order
+    finally:
+        trainer.num_generations_eval = generations
+        trainer.model.train(training)
+        trainer._metrics["eval"].clear()
+    return rewards[: len(dataset)]
+
+
+def held_out_verdicts(trainer: Any, task: Task, dataset: Dataset, batch_size: int = 64) -> list[bool]:
+    """Which held-out problems the policy solves now: its greedy answers graded, or else its first rewards."""
+    if task.graded(dataset):
+        return task.verdicts(held_out_completions(trainer, dataset, batch_size=batch_size), dataset)
+    return [reward >= task.solved_reward for reward in held_out_rewards(trainer, dataset, batch_size)]
+
+
+def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
+    """How [`held_out_verdicts`] comes to its verdicts, as JSON: those with the same can be compared."""
+    settings = run_settings(trainer)
+    options = settings["options"]
+    found: dict[str, Any] = {name: settings.get(name) for name in ("max_completion_length", "tokenizer_content_sha256")}
+    found["chat_template_kwargs"] = options.get("chat_template_kwargs")
+    if task.graded(dataset):
+        return found | task.graded_by()
+    first, *_ = settings["rewards"]
+    sampled = {name: settings.get(name) for name in ("temperature", "rollouts", "rollouts_sha256")}
+    return {
+        **found,
+        **sampled,
+        **{name: options.get(name) for name in _SAMPLING},
+        "reward": first,
+        "reward_sha256": settings["rewards_sha256"].get(first),
+        "solved_reward": task.solved_reward,
+    }
+
+
+class HeldOutAccuracy(TrainerCallback):
+    """After each evaluation (`eval_strategy`, `trainer.evaluate()`): accuracy, as `eval_held_out_accuracy`.
+
+    It is in the metrics, so `metric_for_best_model="eval_held_out_accuracy"` works. `measure`: which problems are
+    solved; by default greedy completions graded against the column `answer`.
+    """
+
+    def __init__(self, trainer: Any, dataset: Dataset, measure: Callable[[], list[bool]] | None = None) -> None:
+        self.trainer = trainer
+        self.measure = measure or (lambda: grade(held_out_completions(trainer, dataset), dataset))
+
+    def on_evaluate(self, args, state, control, metrics: dict[str, float] | None = None, **kwargs) -> None:
+        verdicts = self.measure()
+        value = {"eval_held_out_accuracy": Accuracy(sum(verdicts), len(verdicts)).value}
+        if metrics is not None:
+            metrics.update(value)
+        self.trainer.log(value)

@@ -1,24 +1,25 @@
 """Whether a completion states the right answer. A grader compares the answer that a text states with the reference.
 
-    auto      numbers by value; words, codes (R2D2) and dates letter by letter, ignoring case; everything else as mathematics, in which
-              units count for nothing (the default)
+    auto      numbers by value; words, codes (R2D2) and dates letter by letter, ignoring case; everything else as
+              mathematics, in which units count for nothing (the default)
     exact     letter by letter, but for spaces around and repeated inside
     numeric   by value: 1,200 and 1200.0 are equal; what is no number is wrong
     math      math-verify: 1/2, 0.5 and \\frac{1}{2} are equal. Not for words: to it `tenalp` is a product like `planet`
 
-Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. It gets a reference that
-is no text as it stands in the data; ours compare numbers as their text. `reward` compares nothing: the task's first reward says what is right.
+Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. It gets
+the reference as it is in the data; ours compare numbers as text. `reward`: the task's first reward says what is right.
 """
 
+import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from .named import function_named
 
 Grader = Callable[[str, Any], bool]
 
@@ -31,7 +32,7 @@ _PLAIN_NUMBER = re.compile(r"^-?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?$")
 _CODE = re.compile(r"^[^\W\d_]+\d\w*(?:\s+[^\W\d_]+\d\w*)*$|^\d+(?:[-/:.]\d+){2,}$")
 #: what makes bold or upright type of a whole answer
 _DRESS = re.compile(r"^(?:\*\*(.+)\*\*|\\(?:text|textbf|mathrm|mathbf|textit)\{([^{}]*)\})$")
-#: what encloses mathematics; the spaces and the colon of its own that it has; and spaces around what joins the parts of a ratio, or of any code
+#: what encloses mathematics; its spaces and colon; spaces around what joins the parts of a ratio, or of any code
 _ENCLOSED = re.compile(r"^(?:\$+(.+?)\$+|\\\((.+)\\\)|\\\[(.+)\\\])$")
 _MATH_SPACES, _MATH_COLON = re.compile(r"\\[!,:; ]"), re.compile(r"\{:\}|\\colon(?![a-z])")
 _OF_A_RATIO, _OF_A_CODE = re.compile(r"\s*(:)\s*"), re.compile(r"\s*([-/:.])\s*")
@@ -40,8 +41,7 @@ _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
 
 
 def final_answer(text: str) -> str | None:
-    """What a solution states as its answer: the rest of the last `####` line, or the last `\\boxed{}`, whichever stands later (`####` is a heading
-    in Markdown, too); `None` without."""
+    """The answer that a solution states: the rest of the last `####` line or the last `\\boxed{}`, the later one."""
     *_, last = (None, *MARKED.finditer(text))
     boxed = _boxed(text)
     if boxed is not None and (last is None or text.rfind(_BOXED) > last.start()):
@@ -50,7 +50,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """What is in the last box, whose braces may hold any others; `None` where there is none, or where it does not end."""
+    """Content of the last box, which may have braces inside; `None` where there is none, or where it does not end."""
     _, box, rest = text.rpartition(_BOXED)
     depth = 1
     for at, letter in enumerate(rest if box else ""):
@@ -93,9 +93,7 @@ def exact(answer: str, reference: str) -> bool:
 def numeric(answer: str, reference: str) -> bool:
     value = _number(reference)
     if value is None:
-        raise ValueError(
-            f"The reference {reference!r} is no number, so grader='numeric' cannot compare with it. Choose another grader."
-        )
+        raise ValueError(f"The reference {reference!r} is no number, as grader='numeric' needs. Choose another grader.")
     return _number(answer) == value
 
 
@@ -126,13 +124,12 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
     """The grader of that name, or the function that a path names, its file looked for in `folders`.
 
     Raises:
-        `ValueError`: there is no such grader or function.
-        `ImportError`: it compares mathematics, and math-verify is not installed. Here, and not in the middle of a run.
+        `ValueError`: there is no such grader or function. `ImportError`: math-verify is not installed.
     """
     if name == BY_REWARD:
         raise ValueError(
-            f"grader={name!r} compares nothing, so it needs reward_funcs of your own, and a run to be measured in. Otherwise choose one of "
-            f"{', '.join(GRADERS)}, or file.py:function."
+            f"grader={name!r} compares nothing, so it needs reward_funcs of your own, and a run to be measured in. Or "
+            f"choose one of {', '.join(GRADERS)}, or file.py:function."
         )
     if name in ("auto", "math") and importlib.util.find_spec("math_verify") is None:
         raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install 'qerl-trl[math]'.")
@@ -140,32 +137,26 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
         return GRADERS[name]
     if ":" not in name:
         raise ValueError(
-            f"grader={name!r} is none of {', '.join(GRADERS)}, and no function: name one as file.py:function or package.module:function."
+            f"grader={name!r} is none of {', '.join(GRADERS)}, and no function: name one as file.py:function or "
+            "package.module:function."
         )
     return function_named(name, "grader", folders)
 
 
 def comparable(gold: Any) -> bool:
-    """Whether the graders above can compare with `gold`: text, a number, a date. Not lists, records or nothing."""
+    """Whether our graders can compare with `gold`: text, a number, a date."""
     return isinstance(gold, str | int | float | Decimal | date)
 
 
 def require_references(golds: Iterable[Any], grader: str | Grader, whole: bool = False, instead: str = "") -> None:
-    """Whether a grader can compare with every reference, before anything is generated. Of one's own nothing is known.
-
-    Args:
-        instead: what else could be done, for the message.
-
-    Raises:
-        `ValueError`: it cannot; by the problem's number.
-    """
+    """Raise `ValueError` for the first reference that one of our graders cannot compare with. `instead`: a remedy."""
     if grader not in GRADERS:
         return
     for row, gold in enumerate(golds):
         if not comparable(gold):
             raise ValueError(
-                f"The reference answer of problem {row} (from 0) is {gold!r}, and grader={grader!r} compares with texts and numbers. Name "
-                f"a grader of your own (file.py:function), which gets it as it is{instead}."
+                f"The reference answer of problem {row} (from 0) is {gold!r}, and grader={grader!r} compares with "
+                f"texts and numbers. Name a grader of your own (file.py:function), which gets it as it is{instead}."
             )
         if grader == "numeric":
             try:
@@ -192,12 +183,128 @@ def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool 
     compare = grader_of(grader) if isinstance(grader, str) else grader
     if not isinstance(gold, str) and compare in GRADERS.values():
         if not comparable(gold):
-            raise ValueError(
-                f"The reference {gold!r} is no text and no number, so a grader of one's own has to compare with it."
-            )
+            raise ValueError(f"The reference {gold!r} is no text and no number: name a grader of your own.")
         if isinstance(gold, bool):  # `true` in JSON, `True` in Python
             answer, gold = answer.lower(), str(gold).lower()
         gold = str(gold)
     if isinstance(gold, str):
         gold = gold.strip() if whole else final_answer(gold) or gold
     return bool(compare(answer, gold))
+
+
+# --- rewards, with TRL's signature: worked lines, then `#### answer` as in GSM8K --------------------
+
+
+def completion_text(completion: str | list[dict]) -> str:
+    """The text of a completion, plain or conversational."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def correctness(
+    grader: str | Grader = "auto", whole: bool = False, folders: list[Path] | None = None
+) -> Callable[..., list[float]]:
+    """A reward function: 1.0 where the stated answer equals the dataset's `answer` as `grader` compares, else 0.0.
+
+    Args:
+        whole: all that the model says last is its answer; otherwise the text after `####` or in a box.
+        folders: where the file of a grader is looked for.
+    """
+    compare = grader_of(grader, folders) if isinstance(grader, str) else grader
+    name = grader if isinstance(grader, str) else getattr(grader, "__name__", "own")
+
+    def correctness_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
+        texts = map(completion_text, completions)
+        return [float(is_correct(text, gold, compare, whole)) for text, gold in zip(texts, answer, strict=True)]
+
+    if name != "auto" or whole:  # another reward: a run that goes on is compared by its rewards' names
+        correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", name) + ("_whole" if whole else "")
+    return correctness_reward
+
+
+def format_reward(completions: list, **kwargs) -> list[float]:
+    """1.0 where the completion ends in exactly one `#### answer` line after at least one line of work, else 0.0."""
+    return [float(_well_formed(completion_text(c))) for c in completions]
+
+
+def _well_formed(text: str) -> bool:
+    lines = [line for line in text.strip().split("\n") if line.strip()]
+    marks = sum(line.lstrip().startswith(ANSWER_MARK) for line in lines)
+    return len(lines) >= 2 and marks == 1 and bool(MARKED.match(lines[-1].lstrip()))
+
+
+# --- functions by name, as a YAML file or a command line says them --------------------
+
+_HOW = "Name it as file.py:function or package.module:function."
+
+
+def found(name: str, folders: list[Path]) -> Path | None:
+    """The file or folder `name` as seen from the first of `folders` in which it is; `None` if it is in none."""
+    return next((place for folder in folders if (place := folder / name).exists()), None)
+
+
+def in_words(folders: Sequence[Path]) -> str:
+    """Where something was looked for, each place once."""
+    return ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+
+
+def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
+    """The function or class of that name; a file is looked for in `folders`, by default in the working directory.
+
+    Raises:
+        `ValueError`: there is none; `option` is the option that names it.
+    """
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place:
+        raise ValueError(f"{option}={name!r} is no function. {_HOW}")
+    folders = folders or [Path()]
+    try:
+        module = _of_file(place, folders) if place.endswith(".py") else _of_module(place, folders)
+    except (ImportError, OSError) as error:
+        raise ValueError(f"{option}={name!r} cannot be found: {error}. {_HOW}") from error
+    if not hasattr(module, attribute):
+        public = {each: value for each, value in vars(module).items() if callable(value) and not each.startswith("_")}
+        there = [each for each, value in public.items() if getattr(value, "__module__", "") == module.__name__]
+        there_is = ", ".join(there[:20]) or "no function"
+        raise ValueError(f"{option}={name!r} cannot be found: {place} has no {attribute!r}, but {there_is}. {_HOW}")
+    value = getattr(module, attribute)
+    if not callable(value):
+        raise ValueError(f"{option}={name!r} is {value!r}, no function of that kind. {_HOW}")
+    return value
+
+
+def _of_module(place: str, folders: list[Path]) -> ModuleType:
+    """An installed module, or where there is none of that name a file of it in one of `folders`."""
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        file = f"{place.replace('.', '/')}.py"
+        if error.name != place.split(".")[0] or found(file, folders) is None:
+            raise
+        return _of_file(file, folders)
+
+
+def _of_file(place: str, folders: list[Path]) -> ModuleType:
+    file = found(place, folders)
+    if file is None:
+        raise FileNotFoundError(f"there is no {place} in {in_words(folders)}")
+    file = file.resolve()
+    name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
+    if name in sys.modules:
+        return sys.modules[name]
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(main, "__file__", None) and Path(main.__file__ or "").resolve() == file:
+        return main
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    beside = str(file.parent)
+    sys.path.insert(0, beside)  # what a script that is run sees: the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(beside)
+    return module

@@ -1,17 +1,21 @@
-"""A run of a task from its first to its last measurement: accuracy before, training, accuracy after, results, what to do with it."""
+"""A run of a task: accuracy before, training, accuracy after, results, and what to do with them."""
 
 import json
 import logging
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from datasets import Dataset
 from transformers import ProgressCallback, TrainerCallback
 
 from ..checkpoint import seal
 from ..checkpoint.fingerprint import base_revision
-from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults, hardware, versions
+from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, Arm, RunResults, hardware, versions
+from ..checkpoint.settings import dataset_sha256
 from ..publish.hub import HubError
 from ..publish.load import recorded_settings
 from ..rollout.placement import placed_in_training
@@ -20,18 +24,15 @@ from ..run.exits import last_whole, told_of_interrupts
 from ..run.folder import step_of
 from ..support.secrets import redacted_words
 from .data import first
-from .evaluation import Accuracy, paired_difference
-from .grading import in_form
-from .held_out import HeldOutAccuracy, held_out_verdicts, measured_by
-from .results import arm_of, read_before, write_before
-from .rewards import completion_text
+from .evaluation import Accuracy, HeldOutAccuracy, held_out_verdicts, measured_by, paired_difference
+from .grading import completion_text, in_form
 from .task import Task
 
 logger = logging.getLogger(__name__)
 
 
 class CompactProgress(ProgressCallback):
-    """The usual bar with the few numbers one watches, instead of a printed dictionary every step; in a log a line for each."""
+    """The usual bar with the few numbers one watches, instead of a printed dictionary; in a log a line per step."""
 
     _SHOWN = {"entropy": "entropy", "aqn/sigma": "sigma"}
 
@@ -49,23 +50,22 @@ class CompactProgress(ProgressCallback):
 
 
 class _Calls(TrainerCallback):
-    """Calls a function at an event: at `on_train_begin` the model is where it is trained and has an engine, under FSDP and DeepSpeed not sooner
-    (rollout/placement.py)."""
+    """Calls a function at an event. Under FSDP and DeepSpeed the model has an engine from `on_train_begin` on."""
 
     def __init__(self, event: str, function: Callable[[], None]) -> None:
         setattr(self, event, lambda *args, **kwargs: function())
 
 
 def _warn_of_form(trainer: Any, task: Task) -> None:
-    """Say after the first step that none of its completions states an answer in the grader's form."""
+    """Warn after the first step if none of its completions states an answer in the grader's form."""
     if trainer.state.global_step != 1 or not trainer.accelerator.is_main_process:
         return
     texts, whole = [completion_text(each) for each in trainer._logs["completion"]], task.answer_format == "whole"
     if not any(in_form(text, task.grader, whole) for text in texts):
         form = "as all of its text" if whole else "after #### or in \\boxed{}"
         logger.warning(
-            "None of the %d completions of the first rollout states an answer %s, which grader=%r reads: all count as wrong. Ask for it in "
-            "system_prompt, or change answer_format.",
+            "None of the %d completions of the first rollout states an answer %s, which grader=%r reads: all count as "
+            "wrong. Ask for it in system_prompt, or change answer_format.",
             len(texts),
             form,
             task.grader,
@@ -75,12 +75,12 @@ def _warn_of_form(trainer: Any, task: Task) -> None:
 def train_and_measure(
     trainer: Any, task: Task, eval_problems: int | None = None, eval_batch_size: int = 64
 ) -> RunResults:
-    """Train, with the accuracy on held-out problems before and after, which is written to `results.json` in the output folder.
+    """Train, with the accuracy on held-out problems before and after, and write `results.json` in the output folder.
 
-    Started again with the same folder, it resumes from the last whole checkpoint; a finished run is measured again and no longer trained.
+    With the same folder again, it resumes from the last whole checkpoint; a finished run is only measured again.
 
     Args:
-        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): made with [`Task.for_trainer`], its evaluation data the held-out ones.
+        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): made with [`Task.for_trainer`].
         eval_problems: only the first held-out problems. Default: all.
         eval_batch_size: problems at a time, without vLLM.
 
@@ -102,31 +102,13 @@ def train_and_measure(
     announce(trainer)
     how = "greedy" if task.graded(test) else f"sampled at temperature {trainer.temperature:g}"
 
-    output_dir = Path(args.output_dir)
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
     way = measured_by(trainer, task, test)
-    before = (read_before(output_dir, test, way) if resume else None) or []
-
-    in_training = placed_in_training(trainer.accelerator)
-    goes_on = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
-
-    def measure_before() -> None:
-        if not before:
-            with told_of_interrupts(f"The accuracy before training was being measured.{goes_on}"):
-                before.extend(held_out())
-            if main_process:
-                write_before(output_dir, before, test, way)
+    before = (read_before(args.output_dir, test, way) if resume else None) or []
+    if before:
         tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
-
-    if before or not in_training:
-        measure_before()
-    elif resume:
-        raise ValueError(
-            f"{output_dir} has no {BEFORE_NAME}, the accuracy before training. Under FSDP and DeepSpeed it can only be measured as training begins, and this "
-            "run goes on from a trained adapter. Put the file back, go on without either of them, or begin anew in another output_dir."
-        )
     else:
-        trainer.add_callback(_Calls("on_train_begin", measure_before))
+        _measure_before(trainer, test, before, held_out, how, way, resume)
 
     begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
     try:
@@ -136,8 +118,8 @@ def train_and_measure(
     trainer.save_model(push=False)
     named = " without --resume_from_checkpoint" if args.resume_from_checkpoint else ""
     with told_of_interrupts(
-        f"The training is over, and saved in {output_dir}. The accuracy after it was being measured: the same command{named} measures it, and trains no "
-        "more."
+        f"The training is over, and saved in {args.output_dir}. The accuracy after it was being measured: the same "
+        f"command{named} measures it, and trains no more."
     ):
         after = held_out()
     results: RunResults = {}
@@ -148,6 +130,38 @@ def train_and_measure(
     if args.push_to_hub:  # last: whatever the network does, the results are written
         trainer.push_to_hub(dataset_name=task.hub_dataset)
     return results
+
+
+def _measure_before(
+    trainer: Any,
+    test: Dataset,
+    before: list[bool],
+    held_out: Callable,
+    how: str,
+    way: dict[str, Any],
+    resume: str | None,
+) -> None:
+    """Fill `before` and write it down: now, or under FSDP and DeepSpeed as the training begins."""
+    in_training, output_dir = placed_in_training(trainer.accelerator), trainer.args.output_dir
+    if in_training and resume:
+        raise ValueError(
+            f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only measure "
+            "as training begins. Put the file back, resume without either, or start in another output_dir."
+        )
+    continued = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
+
+    def measure() -> None:
+        if not before:  # a second training of this trainer has it
+            with told_of_interrupts(f"The accuracy before training was being measured.{continued}"):
+                before.extend(held_out())
+            if trainer.accelerator.is_main_process:
+                write_before(output_dir, before, test, way)
+        trainer.accelerator.print(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
+
+    if in_training:
+        trainer.add_callback(_Calls("on_train_begin", measure))
+    else:
+        measure()
 
 
 def _report(
@@ -175,7 +189,7 @@ def _report(
         "split": task.held_out_split,
         "decoding": f"{how}, noise off",
         "measured_by": way,
-        "arm": arm_of(settings),
+        "arm": cast(Arm, {name: settings.get(name) for name in Arm.__annotations__}),
         "settings": settings,
         "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
         "device": hardware(args),
@@ -187,21 +201,81 @@ def _report(
         earlier = json.loads((output_dir / RESULTS_NAME).read_text())
         results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
     seal.write_json_atomically(output_dir / RESULTS_NAME, results)
-    if args.base_format == "full":
-        saved, publish = "model", f"qerl-trl push model {output_dir} <user>/<name>"
-    else:
-        saved, publish = "adapter", f"qerl-trl push adapter {output_dir} <user>/<name>"
-        if Path(trainer.model.config._name_or_path).is_dir():  # which nobody else has
-            publish += " --base-model <user>/<base>"
-            if args.base_format == "nvfp4":
-                base = f"{output_dir}-base"
-                publish = f"qerl-trl merge {output_dir} {base} --as base\n    qerl-trl push base {base} <user>/<base>\n    {publish}"
+    saved = "model" if args.base_format == "full" else "adapter"
     print(
         f"Held-out accuracy, {how}: before {Accuracy(sum(before), len(before))}\n"
         f"                            after {Accuracy(sum(after), len(after))}\n"
-        f"                       difference {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
+        f"                       difference {100 * difference:+.1f} points "
+        f"[{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
         f"Results: {output_dir / 'results.json'}\n"
         f"The {saved} is in {output_dir}. Publish it, privately:\n"
-        f"    {publish}"
+        f"    {_publishing(saved, output_dir, trainer.model.config._name_or_path, args.base_format)}"
     )
     return results
+
+
+def _publishing(saved: str, output_dir: Path, base: str, base_format: str) -> str:
+    """The commands that publish what was saved; a base that only this machine has is published before its adapter."""
+    publish = f"qerl-trl push {saved} {output_dir} <user>/<name>"
+    if saved == "model" or not Path(base).is_dir():
+        return publish
+    publish += " --base-model <user>/<base>"
+    if base_format != "nvfp4":
+        return publish
+    made = f"{output_dir}-base"
+    return f"qerl-trl merge {output_dir} {made} --as base\n    qerl-trl push base {made} <user>/<base>\n    {publish}"
+
+
+# --- what was measured before training, and results.json --------------------
+
+
+def write_before(
+    output_dir: str | os.PathLike, verdicts: list[bool], problems: Dataset, measured_by: Mapping[str, Any]
+) -> None:
+    """Keep which of `problems` were solved before training, and how that was measured ([`evaluation.measured_by`])."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    content = {
+        "correct": verdicts,
+        "problems_sha256": dataset_sha256(problems),
+        "measured_by": dict(measured_by),
+    }
+    seal.write_json_atomically(Path(output_dir, BEFORE_NAME), content)
+
+
+def read_before(output_dir: str | os.PathLike, problems: Dataset, measured_by: Mapping[str, Any]) -> list[bool] | None:
+    """Which of `problems` were solved before the run in `output_dir` trained; `None` where it was not measured.
+
+    Raises:
+        `ValueError`: it was measured on other problems or in another way.
+    """
+    file = Path(output_dir, BEFORE_NAME)
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text())
+    then, now = len(content["correct"]), len(problems)
+    digest = dataset_sha256(problems)
+    if then != now or content["problems_sha256"] != digest:
+        which = f"{then} problems then, {now} now" if then != now else f"{now} problems both times, but others"
+        raise ValueError(
+            f"The accuracy before training in {file} was measured on other held-out problems ({which}), so the "
+            "accuracy after it could not be compared with it. Go on with the same problems "
+            f"(--eval_problems {then}, the same data and system prompt), or choose another output_dir."
+        )
+    lines = []
+    for name, was in content["measured_by"].items():
+        is_now = json.loads(json.dumps(measured_by.get(name)))
+        unread = name.endswith("_sha256") and name in measured_by and None in (was, is_now)  # typed in a prompt
+        if was != is_now and not unread:
+            lines.append(f"{name}: {_shown(was)} then, {_shown(is_now)} now")
+    if lines:
+        raise ValueError(
+            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}), so the accuracy "
+            "after it could not be compared with it. Go on with the same grader (or first reward) and the same limits "
+            "and prompts, or choose another output_dir."
+        )
+    return content["correct"]
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", text)

@@ -1,4 +1,4 @@
-"""The arguments of a script that trains: a task, `QeRLConfig` and TRL's `ModelConfig`, from a recipe and the command line.
+"""The arguments of a script that trains: a task, `QeRLConfig` and TRL's `ModelConfig`, of a recipe and command line.
 
 ```python
 from qerl_trl import QeRLGRPOTrainer, Script
@@ -39,20 +39,18 @@ logger = logging.getLogger(__name__)
 
 #: whose fields are the options of a run, in the recipe and on the command line
 KINDS: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
-#: what is trained on where nobody says
+_NAMES = [field.name for kind in KINDS for field in dataclasses.fields(kind)]
+#: where no task is named
 DEFAULT_TASK = "gsm8k"
 
 
 @dataclass
 class Script:
-    """What a script was told.
+    """Task, configuration and model of a script.
 
     Attributes:
-        task: what is trained.
-        args: how.
-        model_args: which model and adapter.
         eval_problems, eval_batch_size: of the measurement before and after.
-        overwrite: replace a run with other settings in `output_dir`; one with the same settings is resumed all the same.
+        overwrite: replace a run with other settings in `output_dir`; one with the same settings is resumed.
     """
 
     task: Task
@@ -66,23 +64,24 @@ class Script:
     def parse(cls, task: Task | None = None, config: str | None = None, argv: Sequence[str] | None = None) -> "Script":
         """Read the command line.
 
+        What a recipe has of data and rewards is for its own task: another `task`, or `--task`, replaces all of it.
+
         Args:
             task: of the script, unless `--task` names another.
-            config: recipe (a file, or the name of a shipped one) where no `--config` is given; by default by machine, which is said.
+            config: recipe (a file, or a shipped one's name) where no `--config` is given; by default by machine.
             argv: words of the command line, by default those of this process.
 
-        What a recipe says of its data and rewards holds for its own task only: a `task`, or a `--task` on the command line, replaces all of it.
-
         Raises:
-            `ValueError`: an option that there is not, with those that are called alike.
+            `ValueError`: an unknown option, with those of similar names.
         """
-        words = list(sys.argv[1:] if argv is None else argv)
-        words = with_config(words, config)
-        tracked = False
+        by_user = list(sys.argv[1:] if argv is None else argv)
+        words = with_config(by_user, config)
         file = _value(words, "config")
         recipe = contents(Path(file)) if file else {}
-        if "report_to" not in recipe and _value(words, "report_to") is None and importlib.util.find_spec("trackio"):
-            words, tracked = [*words, "--report_to", "trackio"], True
+        tracked = "report_to" not in recipe and _value(words, "report_to") is None
+        tracked = tracked and importlib.util.find_spec("trackio") is not None
+        if tracked:
+            words = [*words, "--report_to", "trackio"]
             if "log_completions" not in recipe and _value(words, "log_completions") is None:
                 # to be read in the dashboard, not in the terminal
                 words += ["--log_completions", "true", "--num_completions_to_print", "0"]
@@ -90,42 +89,27 @@ class Script:
             words, return_remaining_strings=True, separate_remaining_strings=True
         )
         _check_known([*unknown[0], *unknown[1]])
-        if tracked:  # nobody asked for a Space: what nobody asked for stays on this machine
+        if tracked:  # not to a Space: what nobody asked for stays on this machine
             args.trackio_space_id, args.trackio_static_space_id = None, False
         if file is None and os.environ.get("RANK", "0") == "0":
             print(
-                f"No recipe: TRL's and this package's defaults on the CPU, learning rate {args.learning_rate:g}, {args.num_generations} completions "
-                f"of at most {args.max_completion_length} tokens a prompt. Choose a recipe with --config."
+                f"No recipe: TRL's and this package's defaults on the CPU, learning rate {args.learning_rate:g}, "
+                f"{args.num_generations} completions of at most {args.max_completion_length} tokens a prompt. Choose a "
+                "recipe with --config."
             )
         check_places(vars(said) | vars(model_args))
-        if _value(words, "task") == "":
-            raise ValueError("--task is empty: name a task's file or a shipped task, or leave it out.")
-        fields = {name: getattr(said, name) for name in PARSED}
-        own = task if _value(words, "task") is None else None
-        if own is not None or _value(words, "task") is not None:
-            fields = {name: value for name, value in fields.items() if _value(words, name) is not None}
-        by_user = list(sys.argv[1:] if argv is None else argv)
-        left = [name for name in ("task", *PARSED) if name in recipe and _value(words, name) is None]
-        if own is not None and left and _value(by_user, "config") is not None:
-            logger.warning(
-                "This script has a task of its own, so of the recipe %s is left out. Name a task on the command line (--task), or these one by one, to "
-                "replace the script's.",
-                ", ".join(f"{name}: {recipe[name]}" for name in left),
-            )
-        if own is None:
-            named_task = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
-            recipes = None if said.task is None or _value(words, "task") is not None else Path(file or "")
-            own = Task.read(task_file(str(named_task), recipes), _folders()) if named_task else Task(folders=_folders())
         if said.eval_problems is not None and said.eval_problems < 1:
             raise ValueError(
-                f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one held-out problem. Leave it out for all."
+                f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one "
+                "held-out problem. Leave it out for all."
             )
+        chosen = _task_of(task, said, words, recipe, file, by_user)
         named = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         settle_model_config(model_args, {*recipe, *named}, args.base_format)
-        return cls(own.with_said(fields), args, model_args, said.eval_problems, said.eval_batch_size, said.overwrite)
+        return cls(chosen, args, model_args, said.eval_problems, said.eval_batch_size, said.overwrite)
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of [`QeRLGRPOTrainer`]: the task's, the recipe's, the adapter's, and the tokenizer with the task's chat template."""
+        """Arguments of [`QeRLGRPOTrainer`]: of task and recipe, the adapter, the tokenizer with its template."""
         args, named = self.args, self.model_args
         model = named.model_name_or_path
         if model is None:
@@ -134,9 +118,7 @@ class Script:
         if folder is not None:  # from any working directory, also when the run is merged or measured later
             model = str(folder.resolve())
             if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-                raise ValueError(
-                    f"{model} is no folder of a model: it has no config.json. Name one that has, or a Hub id (user/name)."
-                )
+                raise ValueError(f"{model} is no folder of a model: it has no config.json. Name another, or a Hub id.")
         check_name(model)
         given = args.model_init_kwargs or {}
         assert isinstance(given, dict), "parsed by the configuration"
@@ -152,8 +134,8 @@ class Script:
         adapter = get_peft_config(named)
         if args.base_format == "full" and adapter is not None:
             logger.warning(
-                "base_format='full' trains every weight: use_peft and lora_* of the recipe or the command line have no effect. Say so with --use_peft "
-                "false, or choose --base_format bf16 for LoRA on a bf16 base."
+                "base_format='full' trains every weight: use_peft and lora_* of the recipe or the command line have no "
+                "effect. Pass --use_peft false, or choose --base_format bf16 for LoRA on a bf16 base."
             )
             adapter = None
         with named_in_errors(model):
@@ -176,31 +158,50 @@ class Script:
         return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
 
 
+def _task_of(
+    own: Task | None, said: Any, words: list[str], recipe: dict[str, Any], file: str | None, by_user: list[str]
+) -> Task:
+    """The task of the command line, else the script's `own`, else the recipe's, with the fields given for it."""
+    on_command_line = _value(words, "task")
+    if on_command_line == "":
+        raise ValueError("--task is empty: name a task's file or a shipped task, or leave it out.")
+    fields = {name: getattr(said, name) for name in PARSED}
+    if own is not None or on_command_line is not None:  # the recipe's are of its own task
+        fields = {name: value for name, value in fields.items() if _value(words, name) is not None}
+    if own is not None and on_command_line is None:
+        left = [name for name in ("task", *PARSED) if name in recipe and _value(words, name) is None]
+        if left and _value(by_user, "config") is not None:
+            logger.warning(
+                "This script has a task of its own, so of the recipe %s is left out. Name a task on the command line "
+                "(--task), or these one by one, to replace the script's.",
+                ", ".join(f"{name}: {recipe[name]}" for name in left),
+            )
+        return own.with_said(fields)
+    named = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
+    if named is None:
+        return Task(folders=_folders()).with_said(fields)
+    of_recipe = None if said.task is None or on_command_line is not None else Path(file or "")
+    return Task.read(task_file(str(named), of_recipe), _folders()).with_said(fields)
+
+
 def check_recipe(file: Path) -> None:
-    """
-    Raises:
-        `ValueError`: a recipe has a field that is no option of a run, or names a task that there is not.
-    """
+    """Raise `ValueError` if a recipe has a field that is no option of a run, or names a task that is missing."""
     values = contents(file)
     if not isinstance(values.get("env", {}), dict):
         raise ValueError(
-            f"{file}: env is {values['env']!r}. Write names and values of the environment, such as env: {{OMP_NUM_THREADS: 1}}."
+            f"{file}: env is {values['env']!r}. Write names and values of the environment, such as "
+            "env: {OMP_NUM_THREADS: 1}."
         )
     if values.get("task") is not None:
         task_file(str(values["task"]), file)
-    known = {"env", *_names()}  # TRL's parser takes `env` away
-    _check_known([f"--{name}" for name in values if name not in known])
-
-
-def _names() -> list[str]:
-    return [field.name for kind in KINDS for field in dataclasses.fields(kind)]
+    _check_known([f"--{name}" for name in values if name not in {"env", *_NAMES}])  # TRL's parser takes `env` away
 
 
 def _check_known(rest: Sequence[str]) -> None:
-    """Of a recipe or a command line, what nothing took."""
+    """Refuse what nothing took of a recipe or a command line."""
     if not rest:
         return
-    known = [f"--{name}" for name in _names()]
+    known = [f"--{name}" for name in _NAMES]
     said = [word for word in rest if word.startswith("--")] or list(rest)
     near = [name for word in said for name in difflib.get_close_matches(word.partition("=")[0], known, 3, 0.7)]
     hint = f" There is {', '.join(dict.fromkeys(near))}." if near else ""
@@ -208,8 +209,10 @@ def _check_known(rest: Sequence[str]) -> None:
 
 
 def with_config(words: list[str], config: str | None = None) -> list[str]:
-    """The command line with a `--config` that is a file: the given one, else `config`, else this machine's, and then it is said which and why.
-    Without a GPU another model than the embedded one gets no recipe: that one's learning rate and lengths are for it alone."""
+    """The command line with a `--config` that is a file: the given one, else `config`, else this machine's (printed).
+
+    Without a GPU, models but the embedded one get no recipe: its learning rate and lengths are for it alone.
+    """
     given = _value(words, "config")
     if given is None and config is None:
         model, embedded = _value(words, "model_name_or_path"), contents(config_file("embedded"))["model_name_or_path"]
@@ -220,9 +223,7 @@ def with_config(words: list[str], config: str | None = None) -> list[str]:
         if torch.cuda.is_available():
             given, why = "qwen2.5-3b", "a GPU was found, so the default is Qwen2.5-3B-Instruct on openai/gsm8k"
         if os.environ.get("RANK", "0") == "0":
-            print(
-                f"Using examples/configs/{given}.yaml: {why}. Choose another with --config examples/configs/<name>.yaml."
-            )
+            print(f"Using examples/configs/{given}.yaml: {why}. Choose another with --config <name or file>.")
     kept = [word for i, word in enumerate(words) if not (_is(word, "config") or (i and words[i - 1] == "--config"))]
     return [*kept, "--config", str(config_file(given or config or ""))]
 
@@ -233,7 +234,7 @@ def _is(word: str, option: str) -> bool:
 
 
 def _value(words: list[str], option: str) -> str | None:
-    """What follows `--option` on the command line; `None` where it is not there."""
+    """The word after `--option` on the command line; `None` without it."""
     for word, after in zip(words, [*words, ""][1:], strict=True):
         if _is(word, option):
             return word.partition("=")[2] if "=" in word else after

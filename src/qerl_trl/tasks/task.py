@@ -1,4 +1,4 @@
-"""A task as one object: data, rewards, grader, chat template, tools or environment. In Python or in YAML, with TRL's names.
+"""A task as one object: data, rewards, grader, chat template, tools or environment. In Python or YAML, in TRL's names.
 
 ```yaml
 # words.yaml
@@ -11,6 +11,7 @@ answer_format: whole
 
 The example script, `qerl-trl train`, `eval` and `merge` take one with `--task words.yaml`, and the cards name it.
 """
+# ruff: noqa: RUF009  (fields of a dataclass made by a function)
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,9 +25,19 @@ from trl import rewards as trl_rewards
 from ..checkpoint.settings import source_sha256
 from ..support.recipes import contents
 from . import data as problems
-from .grading import BY_REWARD, GRADERS, Grader, grader_of, is_correct, require_references
-from .named import found, function_named
-from .rewards import correctness, format_reward
+from .grading import (
+    BY_REWARD,
+    GRADERS,
+    Grader,
+    correctness,
+    format_reward,
+    found,
+    function_named,
+    grader_of,
+    in_words,
+    is_correct,
+    require_references,
+)
 
 #: TRL's rewards that have to be made first, with the values of `trl grpo`
 _MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
@@ -34,112 +45,83 @@ _OURS = ("correctness_reward", "format_reward")
 _THEIRS = [name for name in dir(trl_rewards) if name.endswith(("_reward", "_punishment"))]
 
 
-def _said(help: str, parsed: Any = str) -> dict[str, Any]:
-    """Of a field that a recipe or a command line can say as well, in the form `parsed`."""
-    return {"help": help, "parsed": parsed}
-
-
-def require_answer_format(said: str, name: str) -> None:
-    """
-    Raises:
-        `ValueError`: what was said as `name` is no way of stating an answer.
-    """
-    if said not in ("marked", "whole"):
-        raise ValueError(
-            f"{name}={said!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer stands after a mark in the text, 'whole' where it is the text."
-        )
+def _said(default: Any, help: str, parsed: Any = str) -> Any:
+    """A field that a recipe or a command line can say as well, in the form `parsed`."""
+    return field(default=default, metadata={"help": help, "parsed": parsed})
 
 
 @dataclass
 class Task:
-    """See the module's docstring. All that names a file is looked for beside the YAML file, then in the working directory.
+    """See the module's docstring. Files are looked for next to the YAML file, then in the working directory.
 
     Attributes:
         name: in words, for results and cards.
-        dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function of no argument that returns
-            `{split: rows}`. Of a row `prompt`, `question` or `problem` is what is asked (a text or messages), `answer` or `solution` the
-            reference; every column goes to the rewards.
-        test_split_size: share or number of training problems that are held out; a test split of the data is not used then.
+        dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function that returns
+            `{split: rows}`. Of a row `prompt`, `question` or `problem` is what is asked (a text or messages), `answer`
+            or `solution` the reference; every column goes to the rewards.
+        test_split_size: share or number of training problems to hold out, instead of a test split.
         formatting_func: function from a row to one with `prompt` (and `answer`).
         reward_funcs: functions with TRL's signature, or their names; `correctness_reward` and `format_reward` are ours.
         reward_weights: of the rewards, in their order.
-        grader: how an answer is compared with the reference (grading.py); `reward`: not at all, the first reward says what is right.
+        grader: how an answer is compared with the reference (grading.py), or `reward`: by the first reward.
         answer_format: `marked` (after `####` or in a box) or `whole` (all that the model says last).
         chat_template_path: Jinja file that replaces the tokenizer's chat template.
         tools: functions that the model may call, or their names.
         environment_factory: class (or its name) of an environment for TRL's `environment_factory`.
-        solved_reward: where answers are not graded (tools, environments, no reference, `grader: reward`): the first reward from which on a completion
-            counts as correct.
+        solved_reward: least first reward of a correct completion, where answers are not graded (tools, environments,
+            no reference, `grader: reward`).
     """
 
     name: str | None = None
-    dataset_name: str | Callable[[], Mapping[str, Any]] | Mapping[str, Any] | None = field(
-        default=None,
-        metadata=_said("Hub dataset, folder with train.jsonl and test.jsonl, .jsonl file, or file.py:function."),
+    dataset_name: str | Callable[[], Mapping[str, Any]] | Mapping[str, Any] | None = _said(
+        None, "Hub dataset, folder with train.jsonl and test.jsonl, .jsonl file, or file.py:function."
     )
-    dataset_config: str | None = field(default=None, metadata=_said("Configuration of a Hub dataset."))
-    dataset_train_split: str = field(default="train", metadata=_said("Split to train on (default: train)."))
-    dataset_test_split: str = field(default="test", metadata=_said("Split that is held out (default: test)."))
-    test_split_size: float | None = field(
-        default=None, metadata=_said("Hold out this share (or number) of the training problems.", float)
+    dataset_config: str | None = _said(None, "Configuration of a Hub dataset.")
+    dataset_train_split: str = _said("train", "Split to train on (default: train).")
+    dataset_test_split: str = _said("test", "Split that is held out (default: test).")
+    test_split_size: float | None = _said(None, "Hold out this share (or number) of the training problems.", float)
+    formatting_func: str | Callable[[dict], dict] | None = _said(
+        None, "Function from a row to one with a prompt: file.py:function."
     )
-    formatting_func: str | Callable[[dict], dict] | None = field(
-        default=None, metadata=_said("Function from a row to one with a prompt: file.py:function.")
-    )
-    prompt_column: str | None = field(default=None, metadata=_said("Column with what is asked."))
-    answer_column: str | None = field(default=None, metadata=_said("Column with the reference answer."))
-    system_prompt: str | None = field(default=None, metadata=_said("System message put before every question."))
-    reward_funcs: list[str | Callable] | None = field(
-        default=None,
-        metadata=_said(
-            "Rewards: file.py:function, package.module:function, a name of trl.rewards, or a reward model.", list[str]
-        ),
+    prompt_column: str | None = _said(None, "Column with what is asked.")
+    answer_column: str | None = _said(None, "Column with the reference answer.")
+    system_prompt: str | None = _said(None, "System message put before every question.")
+    reward_funcs: list[str | Callable] | None = _said(
+        None, "Rewards: file.py:function, package.module:function, a name of trl.rewards, or a reward model.", list[str]
     )
     reward_weights: list[float] | None = None
-    grader: str | Grader = field(
-        default="auto",
-        metadata=_said("How answers are compared: auto (default), exact, numeric, math, file.py:function, or reward."),
+    grader: str | Grader = _said(
+        "auto", "How answers are compared: auto (default), exact, numeric, math, file.py:function, or reward."
     )
-    answer_format: str = field(default="marked", metadata=_said("marked (after #### or boxed; default) or whole."))
-    chat_template_path: str | None = field(
-        default=None, metadata=_said("Jinja file that replaces the tokenizer's chat template.")
-    )
-    tools: list[str | Callable] | None = field(
-        default=None, metadata=_said("Tools: file.py:function or package.module:function.", list[str])
-    )
-    environment_factory: str | Callable[[], Any] | None = field(
-        default=None, metadata=_said("Environment: file.py:Class.")
-    )
-    solved_reward: float = field(
-        default=1.0, metadata=_said("First reward that counts as solved, where nothing is graded.", float)
-    )
+    answer_format: str = _said("marked", "marked (after #### or boxed; default) or whole.")
+    chat_template_path: str | None = _said(None, "Jinja file that replaces the tokenizer's chat template.")
+    tools: list[str | Callable] | None = _said(None, "Tools: file.py:function or package.module:function.", list[str])
+    environment_factory: str | Callable[[], Any] | None = _said(None, "Environment: file.py:Class.")
+    solved_reward: float = _said(1.0, "First reward that counts as solved, where nothing is graded.", float)
     #: where files are looked for
     folders: list[Path] = field(default_factory=lambda: [Path()], repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str) or callable(self.reward_funcs):  # one, as TRL takes it
             self.reward_funcs = [self.reward_funcs]
-        require_answer_format(self.answer_format, "answer_format")
-        if self.tools and self.environment_factory:
+        if self.answer_format not in ("marked", "whole"):
             raise ValueError(
-                "tools and environment_factory are both given. Make the tools methods of the environment: TRL offers those to the model."
+                f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer "
+                "stands after a mark in the text, 'whole' where it is the text."
             )
-
-    # ------------------------------------------------------------------------------------------------------- how it is said
+        if self.tools and self.environment_factory:
+            raise ValueError("tools and environment_factory are both given. Make the tools methods of the environment.")
 
     @classmethod
     def read(cls, file: str | Path, folders: list[Path] | None = None) -> "Task":
-        """The task of a YAML file.
-
-        Raises:
-            `ValueError`: it names what is no field of a task.
-        """
+        """The task of a YAML file."""
         path = Path(file)
         content = contents(path)
         known = [each.name for each in dataclasses.fields(cls) if each.name != "folders"]
         if unknown := sorted(map(str, set(content) - set(known))):
             raise ValueError(
-                f"{path} has {', '.join(unknown)}: unknown. A task has {', '.join(known)}; settings of a run belong into --config."
+                f"{path} has {', '.join(unknown)}: unknown. A task has {', '.join(known)}; settings of a run belong "
+                "into --config."
             )
         return cls(**{"name": path.stem.replace("_", " "), **content}, folders=[path.parent, *(folders or [Path()])])
 
@@ -149,8 +131,6 @@ class Task:
         if given.get("dataset_name") not in (None, self.dataset_name) and "dataset_config" not in given:
             given["dataset_config"] = None  # of the other data
         return dataclasses.replace(self, **given)
-
-    # ------------------------------------------------------------------------------------------------------- what it is made of
 
     @property
     def label(self) -> str:
@@ -183,11 +163,7 @@ class Task:
         return self.dataset_test_split if self.test_split_size is None else None
 
     def splits(self) -> tuple[Dataset, Dataset]:
-        """(training, held-out) problems with their prompts.
-
-        Raises:
-            `ValueError`: a split or a column is missing, or the grader cannot compare with a reference.
-        """
+        """(training, held-out) problems with their prompts."""
         needed = not self.interactive and (self.reward_funcs is None or "correctness_reward" in self.reward_funcs)
         by_text = needed or self.grader == "exact"  # rewards of one's own may compute with numbers
         as_text = ((self.answer_column,) if self.answer_column else problems.ANSWERS) if by_text else ()
@@ -209,11 +185,7 @@ class Task:
         return function_named(said, option, self.folders) if isinstance(said, str) else said
 
     def rewards(self) -> list[str | Callable]:
-        """The reward functions; reward models stay names.
-
-        Raises:
-            `ValueError`: a name leads nowhere.
-        """
+        """The reward functions; reward models stay names."""
         if self.reward_funcs is None and self.environment_factory is not None:
             return []  # the environment's own
         named = self.reward_funcs
@@ -233,10 +205,9 @@ class Task:
         if ".py:" not in name and ("/" in name or found(name, self.folders)):  # a model, on the Hub or in a folder
             return str(found(name, self.folders) or name)
         if ":" not in name and "." not in name:
-            known = ", ".join([*_OURS, *_THEIRS])
             raise ValueError(
-                f"reward_funcs: {name!r} is none of {known}. A function of yours is file.py:function or package.module:function, a reward "
-                "model user/name or a folder."
+                f"reward_funcs: {name!r} is none of {', '.join([*_OURS, *_THEIRS])}. A function of yours is "
+                "file.py:function or package.module:function, a reward model user/name or a folder."
             )
         return function_named(name, "reward_funcs", self.folders)
 
@@ -262,29 +233,28 @@ class Task:
         """The tokenizer with this task's chat template.
 
         Raises:
-            `ValueError`: the file is not there; neither the task nor the tokenizer has a template; or the tokenizer knows no words, as
-                transformers makes one for a folder that has none.
+            `ValueError`: there is no template, or the tokenizer knows no words, as of a folder without one.
         """
         if self.chat_template_path is not None:
             file = found(self.chat_template_path, self.folders)
             if file is None:
                 raise ValueError(
-                    f"chat_template_path={self.chat_template_path!r} is no file in {', '.join(map(str, self.folders))}. Pass the path of a Jinja file, or leave it out for the tokenizer's own template."
+                    f"chat_template_path={self.chat_template_path!r} is no file in {in_words(self.folders)}. "
+                    "Pass the path of a Jinja file, or leave it out for the tokenizer's own template."
                 )
             tokenizer.chat_template = file.read_text().rstrip("\n")
-        if getattr(tokenizer, "chat_template", None) is None:
+        if tokenizer.chat_template is None:
             raise ValueError(
-                f"{getattr(tokenizer, 'name_or_path', '') or 'The tokenizer'} has no chat template, as models that were only pretrained, and a task asks in "
-                "messages. Name a Jinja file as chat_template_path, or take the model that was trained to answer."
+                f"{tokenizer.name_or_path or 'The tokenizer'} has no chat template, as models that are only "
+                "pretrained, and a task asks in messages. Name a Jinja file as chat_template_path, or take the model "
+                "that was trained to answer."
             )
         if not tokenizer.encode("1 + 1", add_special_tokens=False):
             raise ValueError(
-                f"The tokenizer of {tokenizer.name_or_path} makes no tokens of a text: its files (tokenizer.json) are missing or empty. Copy them "
-                "from where the model came from."
+                f"The tokenizer of {tokenizer.name_or_path} makes no tokens of a text: its files (tokenizer.json) are "
+                "missing or empty. Copy them from where the model came from."
             )
         return tokenizer
-
-    # ------------------------------------------------------------------------------------------------------- what is right
 
     def graded(self, problems: Dataset) -> bool:
         """Whether completions are compared with references; otherwise a reward says what is right."""
@@ -294,7 +264,7 @@ class Task:
         return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
 
     def graded_by(self) -> dict[str, Any]:
-        """By what [`verdicts`] is decided: the grader, one of one's own with its source, and the answer's format."""
+        """How [`verdicts`] decides: the grader, one of one's own with its source, and the answer's format."""
         compare = self._grader()
         known = next((name for name, each in GRADERS.items() if each is compare), None)
         return {
@@ -305,43 +275,27 @@ class Task:
 
     def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:
         """Whether each completion states the reference answer."""
-        compare = self._grader()
-        whole = self.answer_format == "whole"
-        return [
-            is_correct(text, gold, compare, whole) for text, gold in zip(completions, problems["answer"], strict=True)
-        ]
+        compare, whole = self._grader(), self.answer_format == "whole"
+        pairs = zip(completions, problems["answer"], strict=True)
+        return [is_correct(text, gold, compare, whole) for text, gold in pairs]
 
 
 #: fields that a recipe or a command line can say
 PARSED = {each.name: each for each in dataclasses.fields(Task) if "parsed" in each.metadata}
 
+
+def _argument(name: str, help: str, kind: Any, default: Any = None) -> tuple[str, Any, Any]:
+    return name, kind, field(default=default, metadata={"help": help})
+
+
 #: what a recipe or a command line may say of a task, for `TrlParser`; each replaces what the file says
 TaskArguments = dataclasses.make_dataclass(
     "TaskArguments",
     [
-        (
-            "task",
-            str | None,
-            field(default=None, metadata={"help": "YAML file of a task, or the name of a shipped one."}),
-        ),
-        *(
-            (name, each.metadata["parsed"] | None, field(default=None, metadata={"help": each.metadata["help"]}))
-            for name, each in PARSED.items()
-        ),
-        (
-            "eval_problems",
-            int | None,
-            field(default=None, metadata={"help": "Held-out problems to grade (default: all)."}),
-        ),
-        (
-            "eval_batch_size",
-            int,
-            field(default=64, metadata={"help": "Problems at a time in the evaluation without vLLM."}),
-        ),
-        (
-            "overwrite",
-            bool,
-            field(default=False, metadata={"help": "Replace a run with other settings in output_dir."}),
-        ),
+        _argument("task", "YAML file of a task, or the name of a shipped one.", str | None),
+        *(_argument(name, each.metadata["help"], each.metadata["parsed"] | None) for name, each in PARSED.items()),
+        _argument("eval_problems", "Held-out problems to grade (default: all).", int | None),
+        _argument("eval_batch_size", "Problems at a time in the evaluation without vLLM.", int, 64),
+        _argument("overwrite", "Replace a run with other settings in output_dir.", bool, False),
     ],
 )
