@@ -16,10 +16,9 @@ from trl import GRPOConfig, RLOOConfig
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
-from .rollout.placement import fsdp_version
 from .rollout.supported import check_options
 from .support import ranges, secrets
-from .support.distributed import patience
+from .support.distributed import fsdp_version, patience
 from .support.trl import OnlineConfig
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@
 | `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/sharding.py`) |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
-| `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`rollout/behaviour.py`) |
+| `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`rollout/mismatch.py`) |
 | `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all |
 | `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`rollout/mismatch.py`); saves the step before where it fails |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
@@ -56,10 +56,9 @@ from .model.sharding import BytesWithoutGradient, save_whole_tensors
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .publish.mixin import warn_of_exports
-from .rollout import behaviour, mismatch
-from .rollout.contract import checked_rollout_func
+from .rollout import mismatch
 from .rollout.sampling import of_the_model_alone, settle_ends
-from .rollout.supported import check_environment, check_given
+from .rollout.supported import check_environment, check_given, checked_rollout_func
 from .run import banner, disk, folder, shortage
 from .run.arguments import by_name, with_reward_models
 from .run.base import adapter_config, model_init, source_of
@@ -197,7 +196,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 output = super()._generate(prompts)
             check_rollout(self, output[0], output[1])
             if training:
-                output = behaviour.with_logps(self, self.aqn, output)
+                output = mismatch.with_logps(self, self.aqn, output)
         self._passes.generated()
         if training and self.aqn is not None:
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
@@ -217,7 +216,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with self.rescued():
-            with behaviour.corrected(self), self._passes.scoring():
+            with mismatch.corrected(self), self._passes.scoring():
                 output = super()._generate_and_score_completions(inputs)
             if self.model.training:
                 self._monitor.scored(self, self._rewards)
@@ -227,7 +226,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
     # -------------------------------------------------------------------------------------------------------- update
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        with behaviour.corrected(self, inputs), self._passes.own(inputs) as batch:
+        with mismatch.corrected(self, inputs), self._passes.own(inputs) as batch:
             return super()._compute_loss(model, batch)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,8 +5,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from qerl_trl.noise import generator
-from qerl_trl.rollout.handshake import WeightSummary, checksum, differences, plain_summary, trainer_summaries
+from qerl_trl.rollout.handshake import differences, trainer_summaries
 from qerl_trl.rollout.spec import EngineSpec
+from qerl_trl.rollout.weights import WeightSummary, checksum, plain_summary
 from tests.tiny_models import make_tiny_model
 
 

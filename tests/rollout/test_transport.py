@@ -9,13 +9,14 @@ import pytest
 import requests
 import torch
 
-from qerl_trl.rollout.transport import Receiver, SharedMemory, UpdateLayout, bearer, checksum_of
-from qerl_trl.rollout.wire import AdapterTensors
+from qerl_trl.rollout.engine import AdapterTensors, bearer
+from qerl_trl.rollout.vllm.worker import Receiver
+from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum_of
 
 CPU = torch.device("cpu")
 OTHER_PROCESS = """
 import sys, torch
-from qerl_trl.rollout.transport import SharedMemory
+from qerl_trl.rollout.weights import SharedMemory
 print(SharedMemory(4096, torch.device("cpu"), sys.argv[1]).data[100:].sum().item())
 """
 

@@ -213,7 +213,7 @@ def vllm_problems() -> list[Problem]:
     except ImportError as error:
         return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
     command, environment = (
-        [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"],
+        [sys.executable, "-m", "qerl_trl.rollout.vllm.plugin"],
         {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
     )
     try:

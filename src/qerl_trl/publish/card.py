@@ -17,7 +17,7 @@ import yaml
 from ..checkpoint import seal
 from ..checkpoint.names import is_hub_id, public_name
 from ..checkpoint.records import FACTS_NAME, Export, Facts, Kind, Quantization
-from ..rollout.vllm.offline import slot_of
+from ..rollout.vllm.plugin import slot_of
 from ..run import banner
 from . import figures
 

@@ -17,25 +17,37 @@ Every `base_format` goes through here; arms.py says what each can do.
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import ensure_master_addr_port
 
+from ..memory.plan import MemoryPlan
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
+from ..support.distributed import gathered
+from ..support.names import is_sharded
 from ..support.time_limit import deadline
-from . import adapter, pictures, requests
-from .colocated import in_process, memory_arguments
-from .contract import check_contents
+from . import spec, supported
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
-from .placement import StartsEngine, placed_in_training
-from .probe import Probe, ProbeResult, report, run_prompts
+from .probe import Probe, ProbeResult, check_contents, report, run_prompts
 from .spec import EngineSpec, at_a_time
-from .weights import TrainedWeights, trained_part
+from .supported import placed_in_training
+from .weights import TrainedAdapter, TrainedWeights, trained_part
+
+if TYPE_CHECKING:
+    pass  # GONE
+from typing import TYPE_CHECKING
+
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    pass  # GONE
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +76,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        chosen = requests.arguments(trainer, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
+        chosen = sampling_arguments(trainer, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
 
     # ------------------------------------------------------------------ start
 
     def _init_vllm(self) -> None:
-        adapter.check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
-        adapter.check_vocabulary(self.model)
+        supported.check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
+        spec.check_vocabulary(self.model)
         self.trained = trained_part(self.model)
         self.waits = placed_in_training(self.accelerator)
         if self.waits and self.mode == "colocate":
@@ -170,7 +182,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             scale_rule=args.scale_rule,
             dtype=self._compute_dtype(),
             revision=(args.model_init_kwargs or {}).get("revision"),
-            pictures=pictures.may_come(self.trainer, self.processing_class),
+            pictures=spec.pictures_may_come(self.trainer, self.processing_class),
             max_model_len=self.max_model_length,
             max_num_seqs=at_a_time(args, self.mode, self.max_num_seqs),
             model_impl=self.model_impl,
@@ -314,7 +326,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, draw: NoiseDraw | None
     ) -> list[Completion]:
-        requests.check_lengths(prompts, sampling.max_tokens, self.max_model_length)
+        check_lengths(prompts, sampling.max_tokens, self.max_model_length)
         sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
         with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
@@ -406,3 +418,92 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Stop the engine and give its memory back. Safe to call twice."""
         self.engine.close()
         vars(self).update(self.engine.trl_attributes())
+
+
+def in_process(generation: "QeRLVLLMGeneration") -> Engine:
+    """The engine of this process; sets what TRL's `VLLMGeneration` reads of it."""
+    from .vllm.engine import InProcessEngine
+
+    accelerator, tp, args = generation.accelerator, generation.tensor_parallel_size, generation.trainer.args
+    if accelerator.num_processes % tp:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={tp} must divide the number of processes, {accelerator.num_processes}."
+        )
+    generation.tp_group = None
+    if tp > 1:
+        groups = [list(range(i, i + tp)) for i in range(0, accelerator.num_processes, tp)]
+        generation.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+    os.environ["RANK"] = str(accelerator.process_index)
+    os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+    os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+    ensure_master_addr_port()
+    # weights that are trained themselves change while the engine is not looking, and are mostly float32
+    wanted = args.share_weights and isinstance(generation.trained, TrainedAdapter)
+    generation.shared = wanted and tp == 1 and not is_sharded(generation.model)
+    if wanted and not generation.shared:
+        logger.warning(
+            "share_weights=True needs one unsharded process per engine: vLLM gets a copy. Set share_weights=False, or vllm_tensor_parallel_size=1.",
+        )
+    sleeps, generation.enable_sleep_mode = generation.enable_sleep_mode, False  # the parent would sleep at level 2
+    placement = {
+        "tensor_parallel_size": tp,
+        "distributed_executor_backend": "external_launcher",
+        # the same seed in a tensor-parallel group, so that its ranks sample the same tokens
+        "seed": accelerator.process_index // tp,
+    }
+    arguments = placement | agreed(memory_arguments(generation), generation.tp_group) | (args.vllm_engine_kwargs or {})
+    return InProcessEngine(generation.model, generation.spec, generation.shared, sleeps, generation.tp_group, arguments)
+
+
+def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | None") -> dict[str, Any]:
+    """The smallest of each number over all processes of one engine: each planned for its own GPU, and their schedulers have to decide alike.
+    Collective in `group`; None: an engine of one process."""
+    if group is None:
+        return arguments
+    every = gathered(arguments, group)
+    return {name: min(each[name] for each in every) for name in arguments}
+
+
+def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:
+    """What `LLM` is told about memory: the user's share of the GPU, or a planned KV cache."""
+    if generation.gpu_memory_utilization is not None:
+        return {"gpu_memory_utilization": generation.gpu_memory_utilization}
+    plan: MemoryPlan = generation.trainer.memory_plan
+    plan.check()
+    return plan.engine_arguments()
+
+
+class StartsEngine(TrainerCallback):
+    """Starts the engine between accelerate's preparation of the model and the first step."""
+
+    def __init__(self, generation: "QeRLVLLMGeneration") -> None:
+        self._generation = generation
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._generation.start()
+
+
+def sampling_arguments(trainer: Any, mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling arguments: the user's, the trainer's end tokens, and in process no text, which TRL does not read and which
+    takes as long as a step of the GPU. With `stop` vLLM looks for words in it."""
+    ends = {} if chosen.get("ignore_eos") else {"stop_token_ids": trainer.eos_token_ids}
+    text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
+    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | ends
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | None) -> None:
+    """Whether prompts and their completions fit an engine of `limit` tokens; a warning where only the completions may not.
+
+    Raises:
+        `ValueError`: a prompt does not.
+    """
+    longest = max(map(len, prompts), default=0)
+    if limit is None or longest + max_tokens <= limit:
+        return
+    text = (
+        f"The longest prompt has {longest} tokens; with {max_tokens} new ones that is beyond the engine's {limit}. Give "
+        "the trainer these prompts as eval_dataset, so that the engine is built for them, or raise vllm_max_model_length."
+    )
+    if longest >= limit:
+        raise ValueError(text)
+    logger.warning("%s Completions that get there are cut off.", text)

@@ -5,7 +5,7 @@ Checksums add up over tensor-parallel shards, so the trainer need not know how t
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,47 +14,10 @@ from transformers import PreTrainedModel
 from ..noise.generator import sample as noise_sample
 from ..nvfp4.linear import NVFP4Linear
 from ..support.names import canonical_name
-from .adapter import active_adapter, linear_layers, rollout_layers, trained_norms
-from .spec import LOGPROBS_MODE, EngineSpec
+from .spec import LOGPROBS_MODE, EngineSpec, active_adapter, linear_layers, rollout_layers, trained_norms
+from .weights import WeightSummary, packed_summary, plain_summary
 
 _WORDS = {"nvfp4": "NVFP4", "dense": "dense"}
-#: elements that are counted at a time; each takes 4 bytes meanwhile
-_CHUNK = 2**26
-
-
-class WeightSummary(NamedTuple):
-    """One weight, or one rank's shard of it.
-
-    kind: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
-    numel: elements (of the packed bytes for NVFP4), without padding.
-    sums: `checksum`; for NVFP4 of the codes, then of the block scales.
-    divisor: NVFP4's global scale, else 0.
-    """
-
-    kind: str
-    numel: int
-    sums: list[int]
-    divisor: float = 0.0
-
-
-def checksum(tensor: torch.Tensor) -> list[int]:
-    """Sums of the squared byte values of a tensor, one per byte of its elements (two for bf16); those of shards add up, and padding adds 0."""
-    bytes_EB = tensor.detach().contiguous().view(torch.uint8).view(-1, tensor.element_size())
-    squares = torch.arange(256, dtype=torch.int64, device=tensor.device) ** 2
-    return [
-        sum(int((torch.bincount(part.int(), minlength=256) * squares).sum()) for part in column.split(_CHUNK))
-        for column in bytes_EB.unbind(1)
-    ]
-
-
-def packed_summary(packed: torch.Tensor, scale: torch.Tensor, divisor: float) -> WeightSummary:
-    """Of packed (N, K/2), block scales (N, K/16) and the global scale."""
-    return WeightSummary("nvfp4", packed.numel(), [*checksum(packed), *checksum(scale)], divisor)
-
-
-def plain_summary(kind: str, weight: torch.Tensor) -> WeightSummary:
-    """Of a weight that is not packed; norms as float32, whatever dtype either side keeps them in."""
-    return WeightSummary(kind, weight.numel(), checksum(weight.float() if kind == "norm" else weight))
 
 
 def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:

@@ -40,26 +40,33 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from trl.data_utils import maybe_apply_chat_template
 
 from ..noise.hooks import NoiseDraw
-from ..nvfp4.linear import decoded_weights
+from ..nvfp4.linear import NVFP4Linear, compute_dtype, decode_into, decoded_weights
 from ..support.evaluation_mode import evaluation_mode
 from ..support.names import local_tensor, reshard, set_whole
-from .adapter import active_adapter, rollout_layers
-from .engine import Completion, Engine, RolloutError, Sampling
-from .rounding import other_arithmetic
+from .engine import Completion, Contents, Engine, RolloutError, Sampling
+from .spec import active_adapter, rollout_layers
 
 logger = logging.getLogger(__name__)
 
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
+
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
+
 CLEAN, SHARE, CONTRAST = 4.0, 0.15, 10.0
+
 #: nats that are never called a disagreement: small means scatter, and logits are themselves rounded
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
+
 #: by how much the probe adapter moves each layer's output, relative to its size
 FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4)
+
 #: standard deviations of the noise that is tried on the norms
 SIGMAS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
@@ -373,6 +380,99 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
     handles = [module.register_forward_hook(measure) for pair in watched for module in pair]
     try:
         yield lambda: _together([(measured[base] / measured[down].clamp_min(1e-12)).median() for base, down in watched])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_SYNC = "Only the trainer may write into the engine. If nobody else does, report it"
+
+
+def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) -> None:
+    """Whether the engine computes with what the trainer put there last.
+
+    Args:
+        put: fingerprint of the weights, as the trainer put them.
+        draw: of the noise, `None` if the trainer never set any.
+
+    Raises:
+        [`RolloutError`]: stale or damaged weights, or other noise.
+    """
+    if contents.received != put:
+        raise RolloutError(
+            f"The engine does not hold the trainer's latest weights (it has update {contents.received}, not {put}), so the rollout came from a "
+            f"stale policy. {_SYNC}."
+        )
+    sigma, wanted = (0.0 if noise is None else noise.sigma for noise in (contents.draw, draw))
+    if (sigma or wanted) and contents.draw != draw:
+        left = "noise was left on" if not wanted else "its noise is missing" if not sigma else "it has another noise"
+        raise RolloutError(
+            f"The engine's norms carry {_noise(contents.draw)} and should carry {_noise(draw)}: {left}. {_SYNC}."
+        )
+    if contents.damaged:
+        raise RolloutError(
+            f"The engine no longer holds what was put into it, in {len(contents.damaged)} tensors ({', '.join(contents.damaged[:4])}): the copy was "
+            f"lost or made by half. {_SYNC}."
+        )
+
+
+def _noise(draw: NoiseDraw | None) -> str:
+    if draw is None or draw.sigma == 0:
+        return "no noise"
+    return f"sigma {draw.sigma:g} of step {draw.step}, generation {draw.generation}"
+
+
+#: elements of a matrix that are cast to float32 at a time
+_CHUNK = 2**26
+
+
+class _Cast(TorchFunctionMode):
+    """Inside, the operands of products and norms and what embeddings give are cast."""
+
+    OPERANDS = (F.linear, F.conv1d, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, torch.matmul)
+
+    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.cast = lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.embedding:
+            return self.cast(function(*args, **kwargs))
+        if function in self.OPERANDS:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            if (
+                function is F.linear and args[1].numel() > _CHUNK and bias is None
+            ):  # a head, a part of its rows at a time
+                rows = args[1].split(max(1, _CHUNK // args[1].shape[1]))
+                return torch.cat([F.linear(self.cast(args[0]), self.cast(part)) for part in rows], -1)
+            args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=output.device)
+    decode_into(weight, *layer.nvfp4)
+    return F.linear(args[0].float(), weight.float(), None if layer.bias is None else layer.bias.float())
+
+
+@contextlib.contextmanager
+def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the model computes as honestly as outside, and rounds elsewhere: in float32 where it computes in 16 bits; under autocast where
+    only the engine does; with TF32's operands where neither does."""
+    if (own := compute_dtype(model)) == torch.float32 and dtype != own:
+        with torch.autocast(next(model.parameters()).device.type, dtype):
+            yield
+        return
+
+    def tf32(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.float().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)] if own != torch.float32 else []
+    handles = [layer.register_forward_hook(_float32_product) for layer in packed]
+    try:
+        with torch.compiler.set_stance("force_eager"), _Cast(tf32 if own == torch.float32 else torch.Tensor.float):
+            yield
     finally:
         for handle in handles:
             handle.remove()

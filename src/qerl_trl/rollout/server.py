@@ -25,11 +25,27 @@ from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
 from ..noise.hooks import NoiseDraw
-from .engine import Completion, Contents, Engine, RolloutError, Sampling, Seeds, gather_prompts
+from .engine import (
+    CALL,
+    LISTEN,
+    MESSAGE_TIMEOUT,
+    PORT,
+    SECRET,
+    AdapterTensors,
+    Completion,
+    Contents,
+    Engine,
+    RolloutError,
+    Sampling,
+    Seeds,
+    Update,
+    bearer,
+    gather_prompts,
+    secret,
+)
 from .handshake import differences
 from .spec import EngineSpec
-from .transport import PORT, SECRET, SharedMemory, UpdateLayout, bearer, checksum_of, secret
-from .wire import CALL, LISTEN, MESSAGE_TIMEOUT, AdapterTensors, Update
+from .weights import SharedMemory, UpdateLayout, checksum_of
 
 logger = logging.getLogger(__name__)
 

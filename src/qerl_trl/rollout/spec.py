@@ -5,33 +5,43 @@ serve` command, and what a server's answer is compared with.
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint.fingerprint import stored_vocabulary
 from ..memory.workload import MAX_BATCHED_TOKENS
-from ..nvfp4.architectures import architecture_of, delta_net_layers
-from ..nvfp4.checkpoints import METHOD
+from ..model.lora import adapted_layers, changes_base
+from ..nvfp4.architectures import architecture_of, delta_net_layers, in_tower
+from ..nvfp4.checkpoints import METHOD, pattern_of
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
-from .adapter import adapter_buffers, linear_layers, short_names
-from .wire import BATCH_INVARIANT, WORKER_EXTENSION
+from ..support.names import canonical_name
+from .engine import BATCH_INVARIANT, WORKER_EXTENSION
 
 #: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
-ENDPOINT = "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint"
+
+ENDPOINT = "qerl_trl.rollout.vllm.worker.RolloutEndpoint"
+
 #: log-probabilities after temperature and truncation, which are the behaviour policy's
 LOGPROBS_MODE = "processed_logprobs"
+
 #: which of a checkpoint's files say what the model is: those that the trainer reads. Left to itself vLLM prefers Mistral's own where they
 #: lie beside them (params.json, tekken.json)
 FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
+
 DELTA_NET = {"gdn_prefill_backend": "triton"}
+
 #: sequences at a time that a server is asked for at most: vLLM's own default on the largest GPUs. It refuses more of them than tokens in a step
 #: (2048 by default on small GPUs)
 MOST_SERVED = 1024
@@ -208,3 +218,152 @@ def dense_layers(model: nn.Module) -> list[str]:
     """The linear layers of a quantized model that are not packed (the head is one), by the shortest names that work."""
     linears = linear_layers(model)
     return short_names((name for name, layer in linears.items() if not isinstance(layer, NVFP4Linear)), linears)
+
+
+def active_adapter(model: nn.Module) -> str:
+    """Name of the adapter that is trained and rolled out.
+
+    Raises:
+        `ValueError`: several adapters are active at once.
+    """
+    names = cast(PeftModel, model).active_adapters
+    if len(names) != 1:
+        raise ValueError(
+            f"The adapters {', '.join(names)} are active at once, and vLLM rollouts carry one. Call set_adapter, or use_vllm=False."
+        )
+    return names[0]
+
+
+def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """The layers that carry the active adapter, by canonical name."""
+    adapter = active_adapter(model)
+    return {canonical_name(n): layer for n, layer in adapted_layers(model).items() if adapter in layer.lora_A}
+
+
+def check_servable(model: nn.Module) -> None:
+    """Refuse adapters that our vLLM method does not compute.
+
+    Raises:
+        `ValueError`: DoRA, LoRA biases, adapters on parameters or embeddings, several of them, another PEFT method, or trained modules
+            other than norms.
+    """
+    configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
+    config = configs[adapter]
+    problems = []
+    if set(configs) - {adapter, "ref"}:  # TRL's reference policy stays in the trainer
+        problems.append(f"several adapters ({', '.join(configs)})")
+    if not isinstance(config, LoraConfig):
+        problems.append(f"{type(config).__name__}, not LoRA")
+    else:
+        problems += [
+            f"{flag}={getattr(config, flag)!r}" for flag in ("use_dora", "lora_bias") if getattr(config, flag, False)
+        ]
+        if changes_base(model):  # a server loads the base as it is stored
+            problems.append(f"bias={config.bias!r} with init_lora_weights={config.init_lora_weights!r}")
+        problems += [name for name in ("trainable_token_indices", "target_parameters") if getattr(config, name, None)]
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim != 1:
+            problems.append(f"modules_to_save with {canonical_name(name)}")
+        if isinstance(module, LoraLayer) and adapter in module.lora_embedding_A:
+            problems.append(f"an adapter on the embeddings {canonical_name(name)}")
+    layers = [canonical_name(name) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    if towers := [name for name in layers if in_tower(name)]:
+        tower = next(part for part in towers[0].split(".") if in_tower(part))
+        problems.append(
+            f"an adapter on {len(towers)} layers of a tower for pictures (set exclude_modules={pattern_of([tower])!r})"
+        )
+    if problems:
+        raise ValueError(
+            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on linear target modules (norms may be in modules_to_save), "
+            "or use_vllm=False."
+        )
+
+
+def check_vocabulary(model: nn.Module) -> None:
+    """Refuse a model whose embeddings were resized: an engine is built from the files that it was loaded from.
+
+    Raises:
+        `ValueError`: says both sizes.
+    """
+    resized, stored = cast(Any, model.config).get_text_config().vocab_size, stored_vocabulary(model)
+    if stored not in (None, resized):
+        raise ValueError(
+            f"The model has {resized} embeddings, and its checkpoint, which vLLM loads, has {stored}. Train from a folder to which the resized model is "
+            "saved, or pass use_vllm=False."
+        )
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model, packed or dense, under adapters or not, by canonical name."""
+    return {
+        canonical_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
+
+
+def short_names(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
+    """The shortest list of names that means `chosen` among `everything`: a last component where all that share it are chosen."""
+    chosen, by_leaf = set(chosen), defaultdict(set)
+    for name in everything:
+        by_leaf[name.rpartition(".")[2]].add(name)
+    short: list[str] = []
+    for leaf, names in sorted(by_leaf.items()):
+        short += [leaf] if names <= chosen else sorted(names & chosen)
+    return short
+
+
+def adapter_buffers(model: nn.Module) -> dict[str, Any]:
+    """The engine option `adapter` for this PEFT model: its largest rank, and the layers by the shortest names that work."""
+    layers, adapter = rollout_layers(model), active_adapter(model)
+    rank = max(layer.r[adapter] for layer in layers.values())
+    return {"rank": rank, "targets": short_names(layers, linear_layers(model))}
+
+
+def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Norms that are trained (`modules_to_save`), by canonical name."""
+    adapter = active_adapter(model)
+    return {
+        canonical_name(name): module.modules_to_save[adapter]
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper)
+        and module.original_module.weight.ndim == 1
+        and adapter in module.modules_to_save
+    }
+
+
+#: the columns in which TRL looks for pictures
+COLUMNS = ("image", "images")
+
+
+def pictures_may_come(trainer: Any, processing_class: Any) -> bool:
+    """Whether a prompt of `trainer` may hold a picture, as far as its data and what plays with the model tell; `True` where they do not.
+
+    TRL takes pictures from a processor alone: not with a tokenizer. Tools, environments and rollout functions may show some, and so may data that
+    are streamed, or made when they are read.
+    """
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        return False
+    if any(getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")):
+        return True
+    held_out = trainer.eval_dataset
+    data = [trainer.train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
+    return not all(_of_text(rows) for rows in data if rows is not None)
+
+
+def columns_of(data: Any) -> list[str]:
+    """Those of `data` in which pictures come."""
+    return sorted(set(COLUMNS) & set(getattr(data, "column_names", None) or ()))
+
+
+def _of_text(data: Any) -> bool:
+    """Whether the prompts are known to be text: one each, or messages whose content is a text, not a list of parts."""
+    features = getattr(data, "features", None)
+    if not hasattr(data, "__len__") or not isinstance(features, Mapping) or "prompt" not in features:
+        return False
+    if columns_of(data) or getattr(data, "format", {}).get("type") == "custom":
+        return False
+    prompt = features["prompt"]
+    messages = prompt[0] if isinstance(prompt, list) else getattr(prompt, "feature", prompt)
+    content = messages.get("content") if isinstance(messages, Mapping) else messages
+    return getattr(content, "dtype", None) in ("string", "large_string")

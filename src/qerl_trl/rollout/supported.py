@@ -13,13 +13,25 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .adapter import check_sharding
-from .placement import fsdp_version, settle_optimizer
-from .vllm.imported import import_vllm
-from .vllm.plugin import check_vllm_is_there, check_vllm_version
+from ..support.distributed import fsdp_version
+from .vllm.plugin import check_vllm_is_there, check_vllm_version, import_vllm
 
 if TYPE_CHECKING:
     from ..config import QeRLConfig, QeRLRLOOConfig
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from ..checkpoint import seal
+from ..memory.optimizers import optimizer_under_fsdp
+from .engine import RolloutError
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +40,12 @@ _SERVER = {
     "nf4": "the server's vLLM reads the checkpoint itself and has no bitsandbytes weights",
 }
 
-
 #: of `generation_kwargs`, what TRL has an argument for, by which lengths are planned and completions are scored
 _OWN = {
     "temperature": "temperature", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
     "num_return_sequences": "num_generations", "n": "num_generations",
 }  # fmt: skip
+
 #: of the rest, what does not sample from the softmax of the logits, and the value with which it does
 _OTHER_POLICY = {"do_sample": True, "num_beams": 1, "guidance_scale": 1, "penalty_alpha": 0}
 
@@ -91,6 +103,7 @@ _OURS = {
     "data_parallel_size": None, "distributed_executor_backend": None, "load_format": None, "quantization": "base_format", "additional_config": None,
     "logprobs_mode": None, "enable_sleep_mode": "vllm_enable_sleep_mode",
 }  # fmt: skip
+
 #: methods of speculation that have no weights
 _WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
@@ -122,6 +135,7 @@ def check_engine(args: "QeRLConfig | QeRLRLOOConfig") -> None:
 
 #: what a trainer may be given that takes as many turns with the engine as it likes
 _TURNS = ("rollout_func", "tools", "environment_factory")
+
 #: of those, what goes on in TRL's own loop, with the rows of a process that are not done
 _LOOPS = ("tools", "environment_factory")
 
@@ -183,3 +197,78 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
     if args.vllm_mode == "colocate":
         check_vllm_version()
         import_vllm()  # TRL has imported it already
+
+
+def check_sharding(zero_stage: int, fsdp_version: int | None) -> None:
+    """Refuse ways of sharding the trainer from which an engine cannot get whole tensors, layer by layer.
+
+    Raises:
+        `ValueError`: DeepSpeed ZeRO-3, or FSDP version 1.
+    """
+    if zero_stage == 3:
+        raise ValueError(
+            "vLLM rollouts do not work with DeepSpeed ZeRO-3, which partitions weights while they load. Use ZeRO-2, FSDP 2 (fsdp_version: 2) or plain data "
+            "parallelism."
+        )
+    if fsdp_version == 1:
+        raise ValueError(
+            "vLLM rollouts do not work with FSDP version 1, which flattens a layer's weights into one parameter. Set fsdp_version: 2 in the accelerate "
+            "configuration."
+        )
+
+
+def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`function`, with a check of what it returns: a completion per prompt, and one log-probability per token.
+
+    TRL broadcasts vLLM's lists of candidates into a third dimension, and the correction becomes one number of all pairs of tokens.
+    """
+
+    @functools.wraps(function)
+    def checked(prompts: list, trainer: Any) -> dict[str, Any]:
+        output = function(prompts, trainer)
+        if not isinstance(output, dict) or "completion_ids" not in output:  # TRL names missing keys
+            return output
+        tokens, logps = output["completion_ids"], output.get("logprobs")
+        if len(tokens) != len(prompts) or (logps is not None and len(logps) != len(prompts)):
+            came = f"{len(tokens)} completions" + ("" if logps is None else f" and log-probabilities of {len(logps)}")
+            raise RolloutError(
+                f"rollout_func returned {came} for {len(prompts)} prompts. Return one completion per prompt."
+            )
+        for number, ids in enumerate(tokens):
+            shape = (len(ids),) if logps is None else tuple(np.shape(logps[number]))
+            if len(ids) == 0 or shape != (len(ids),):
+                raise RolloutError(
+                    f"Completion {number} of {len(tokens)} from rollout_func has {len(ids)} tokens and log-probabilities of shape {shape}. Return at "
+                    "least one token, and one number per token: of vLLM's lists the first, value[0]."
+                )
+        return output
+
+    return checked
+
+
+def placed_in_training(accelerator: Accelerator) -> bool:
+    """Whether the model gets to its device only with `accelerator.prepare`, which transformers calls when training starts."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def settle_optimizer(args: Any) -> None:
+    """Under FSDP, an optimizer that can step what it shares out ([`optimizer_under_fsdp`]) in place of one that would stop at the first step.
+
+    Raises:
+        `ValueError`: there is none that computes the same.
+    """
+    if fsdp_version(args) is None:
+        return
+    wanted = str(getattr(args.optim, "value", args.optim))
+    used = optimizer_under_fsdp(wanted)
+    if used != wanted:
+        logger.warning(
+            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shards. This run uses %r: the same AdamW, with a sharded state in float32.",
+            wanted,
+            used,
+        )
+        args.optim = type(args.optim)(used)
+    if used == "sgd" and seal.can_go_on(args):
+        logger.warning(
+            "optim='sgd' under FSDP cannot resume from its checkpoints: torch does not load an optimizer without a state. Use optim='adamw_torch_fused'."
+        )

@@ -1,9 +1,21 @@
 """What an update changes, and how it gets from the trainer's model into an engine: an adapter, or every weight."""
 
+import contextlib
+import functools
+import hashlib
+import json
+import mmap
+import os
+import re
+import secrets
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, cast
 
 import torch
 from accelerate.utils import is_peft_model
@@ -12,10 +24,13 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
-from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
-from .engine import Engine, RolloutError
-from .sums import bits
-from .wire import AdapterTensors, Update, changes, fingerprint, not_finite
+from .engine import AdapterTensors, Engine, RolloutError, Update, bits, changes, fingerprint, not_finite
+from .spec import (
+    active_adapter,
+    check_servable,
+    rollout_layers,
+    trained_norms,
+)
 
 #: makes the whole tensors of sharded parameters available while it is open
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
@@ -168,3 +183,189 @@ def _whole(parameters: Sequence[torch.Tensor]) -> bool:
 
 def trained_part(model: nn.Module) -> Trained:
     return TrainedAdapter(model) if is_peft_model(model) else TrainedWeights(model)
+
+
+#: elements that are counted at a time; each takes 4 bytes meanwhile
+_CHUNK = 2**26
+
+
+class WeightSummary(NamedTuple):
+    """One weight, or one rank's shard of it.
+
+    kind: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
+    numel: elements (of the packed bytes for NVFP4), without padding.
+    sums: `checksum`; for NVFP4 of the codes, then of the block scales.
+    divisor: NVFP4's global scale, else 0.
+    """
+
+    kind: str
+    numel: int
+    sums: list[int]
+    divisor: float = 0.0
+
+
+def checksum(tensor: torch.Tensor) -> list[int]:
+    """Sums of the squared byte values of a tensor, one per byte of its elements (two for bf16); those of shards add up, and padding adds 0."""
+    bytes_EB = tensor.detach().contiguous().view(torch.uint8).view(-1, tensor.element_size())
+    squares = torch.arange(256, dtype=torch.int64, device=tensor.device) ** 2
+    return [
+        sum(int((torch.bincount(part.int(), minlength=256) * squares).sum()) for part in column.split(_CHUNK))
+        for column in bytes_EB.unbind(1)
+    ]
+
+
+def packed_summary(packed: torch.Tensor, scale: torch.Tensor, divisor: float) -> WeightSummary:
+    """Of packed (N, K/2), block scales (N, K/16) and the global scale."""
+    return WeightSummary("nvfp4", packed.numel(), [*checksum(packed), *checksum(scale)], divisor)
+
+
+def plain_summary(kind: str, weight: torch.Tensor) -> WeightSummary:
+    """Of a weight that is not packed; norms as float32, whatever dtype either side keeps them in."""
+    return WeightSummary(kind, weight.numel(), checksum(weight.float() if kind == "norm" else weight))
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: bytes that are summed into one number of an update's checksum
+_BLOCK = 2**16
+
+
+@dataclass(frozen=True)
+class UpdateLayout:
+    """The tensors of an update in order: (kind, name, dtype, shape) each; float32 before 16 bits, so that all are aligned.
+
+    Args:
+        entries: kind is "a" (r, K), "b" (N, r) or "norm" (K,); dtype a name of `torch`'s.
+    """
+
+    entries: tuple[tuple[str, str, str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(
+        cls, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> "UpdateLayout":
+        """For this adapter in `dtype`, and these norms in float32."""
+        name = str(dtype).removeprefix("torch.")
+        found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in norms.items()]
+        for half in "ab":
+            found += [(half, key, name, tuple(getattr(t, half).shape)) for key, t in adapter.items()]
+        return cls(tuple(found))
+
+    @cached_property
+    def text(self) -> str:
+        """JSON, for `parse`."""
+        return json.dumps(self.entries)
+
+    @classmethod
+    @functools.lru_cache(maxsize=1)
+    def parse(cls, text: str) -> "UpdateLayout":
+        """The layout of this `text`. Updates of one trainer have the same layout, so it is parsed once."""
+        return cls(tuple((kind, name, dtype, tuple(shape)) for kind, name, dtype, shape in json.loads(text)))
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [torch.Size(shape).numel() * _DTYPES[dtype].itemsize for _, _, dtype, shape in self.entries]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of an update: its tensors, and zeros up to a whole block."""
+        return -(-sum(self._sizes) // _BLOCK) * _BLOCK
+
+    @cached_property
+    def _latest(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """The latest buffer and its views, hundreds, which every update in the same buffer needs."""
+        return []
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in a buffer: uint8 (nbytes,), whose bytes they share."""
+        if not (self._latest and self._latest[0][0] is flat):
+            starts = accumulate(self._sizes, initial=0)
+            self._latest[:] = [(flat, [
+                flat[start : start + size].view(_DTYPES[dtype]).view(shape)
+                for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
+            ])]  # fmt: skip
+        return self._latest[0][1]
+
+    @torch.no_grad()
+    def pack(
+        self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], flat: torch.Tensor
+    ) -> None:
+        """Write an update into `flat`, uint8 (nbytes,) on the tensors' device; alpha/r goes into b, in float32."""
+        scaled = [t.b.float() for t in adapter.values()]
+        if scaled:
+            scaled = list(torch._foreach_mul(scaled, [t.scaling for t in adapter.values()]))
+        sources = [*norms.values(), *(t.a for t in adapter.values()), *scaled]
+        if sources:
+            torch._foreach_copy_(self.views(flat), [source.detach() for source in sources])
+
+    def unpack(self, flat: torch.Tensor) -> tuple[dict[str, AdapterTensors], dict[str, torch.Tensor]]:
+        """Adapter and norms in `flat`, whose bytes they share."""
+        parts: dict[str, dict[str, torch.Tensor]] = {"norm": {}, "a": {}, "b": {}}
+        for (kind, name, _, _), tensor in zip(self.entries, self.views(flat), strict=True):
+            parts[kind][name] = tensor
+        return {name: AdapterTensors(a, parts["b"][name], 1.0) for name, a in parts["a"].items()}, parts["norm"]
+
+
+def checksum_of(flat: torch.Tensor) -> str:
+    """Changes with any of these bytes (uint8, whole blocks). Waits for the device."""
+    sums = flat.view(torch.int64).view(-1, _BLOCK // 8).sum(1) if flat.numel() else flat.long()
+    return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+class SharedMemory:
+    """A file in `/dev/shm` that only this user may open, mapped as `data`, uint8 (size,), and pinned for a GPU.
+
+    Python's `multiprocessing.shared_memory` would remove it when either process ends.
+
+    Args:
+        name: of memory that another process made; new memory under a random name by default.
+
+    Raises:
+        `OSError`, `ValueError`: there is no such memory here, or too little of it is left.
+    """
+
+    def __init__(self, size: int, device: torch.device, name: str | None = None) -> None:
+        self.size, self.name = size, name or f"qerl-{secrets.token_hex(16)}"
+        descriptor = os.open(_path(self.name), os.O_RDWR | (0 if name else os.O_CREAT | os.O_EXCL), 0o600)
+        try:
+            if name is None:
+                weakref.finalize(self, _unlink, self.name)
+                os.posix_fallocate(descriptor, 0, size)  # too little memory would end the process later
+            self.data = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        self.pinned = device.type == "cuda" and _pin(self.data)
+        if self.pinned:
+            weakref.finalize(self, _unpin, self.data)
+
+    def unlink(self) -> None:
+        """Remove the file; processes that have mapped it keep the memory, and a SIGKILL leaves nothing behind."""
+        _unlink(self.name)
+
+    @staticmethod
+    def is_here(name: str) -> bool:
+        """Whether this process can open the memory."""
+        return bool(name) and os.access(_path(name), os.R_OK | os.W_OK)
+
+
+def _path(name: str) -> str:
+    if not re.fullmatch(r"qerl-[0-9a-f]{32}", name):
+        raise ValueError(f"{name[:80]!r} is not the name of an update's memory.")
+    return f"/dev/shm/{name}"
+
+
+def _unlink(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(_path(name))
+
+
+def _pin(data: torch.Tensor) -> bool:
+    pinned = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0
+    if not pinned:  # CUDA keeps the error for the next kernel launch
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)
+    return pinned
+
+
+def _unpin(data: torch.Tensor) -> None:
+    with contextlib.suppress(Exception):  # the driver may be gone at the end of the process
+        torch.cuda.cudart().cudaHostUnregister(data.data_ptr())

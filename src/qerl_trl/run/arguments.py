@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from ..config import QeRLConfig, QeRLRLOOConfig
 from ..model.sharding import loaded_everywhere
-from ..rollout.placement import fsdp_version
+from ..support.distributed import fsdp_version
 
 #: of `model_init_kwargs`, what belongs to the policy alone
 _OF_THE_POLICY = ("config", "quantization_config", "revision", "subfolder")

@@ -5,6 +5,7 @@ When one of them fails or is killed, the launcher (torchrun's agent, which `acce
 
 import functools
 import math
+import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -20,12 +21,15 @@ from . import secrets
 from .trl import OnlineTrainer
 
 _T = TypeVar("_T")
+
 #: seconds that a collective waits beyond the longest of what a process may do alone meanwhile
 _LATER = 600
+
 #: recorded settings that may differ between processes: paths, and digests of functions that hold a device of their own
 _OF_A_PROCESS = (
     "model base_revision settings_sha256 dataset_columns options rewards_sha256 rollouts_sha256 held_sha256".split()
 )
+
 #: what a callback may ask for
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -130,3 +134,11 @@ def rewards_of_all(
         if text is not None:
             raise RuntimeError(f"Process {rank} of {len(texts)} failed: {text}")
     return rewards
+
+
+def fsdp_version(args: Any) -> int | None:
+    """Of the FSDP that a run will use, by its arguments or by what `accelerate launch` left in the environment; None: none."""
+    said = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
+    if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        return int(os.environ.get("FSDP_VERSION", "1"))
+    return said

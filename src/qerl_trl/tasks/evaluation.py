@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..checkpoint import records
 from ..rollout.sampling import end_tokens, of_the_model_alone
-from ..rollout.vllm.offline import CheckpointEngine
+from ..rollout.vllm.plugin import CheckpointEngine
 from ..run import banner
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
 from .grading import Grader, final_answer, grader_of, is_correct

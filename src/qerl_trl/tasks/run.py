@@ -14,7 +14,7 @@ from ..checkpoint.fingerprint import base_revision
 from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults
 from ..publish.hub import HubError
 from ..publish.load import recorded_settings
-from ..rollout.placement import placed_in_training
+from ..rollout.supported import placed_in_training
 from ..run.banner import announce, hardware, versions
 from ..run.exits import last_whole, told_of_interrupts
 from ..run.folder import step_of
@@ -50,7 +50,7 @@ class CompactProgress(ProgressCallback):
 
 class _Calls(TrainerCallback):
     """Calls a function at an event: at `on_train_begin` the model is where it is trained and has an engine, under FSDP and DeepSpeed not sooner
-    (rollout/placement.py)."""
+    (rollout/supported.py)."""
 
     def __init__(self, event: str, function: Callable[[], None]) -> None:
         setattr(self, event, lambda *args, **kwargs: function())

@@ -16,7 +16,7 @@ from torch import nn
 
 from qerl_nvfp4.precompile import Weight, precompile
 
-from .. import sums
+from .. import engine
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def compile_expected() -> None:
     tell = functools.partial(print, flush=True)
     for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
         norms = () if invariant else widths[dtype]
-        also = functools.partial(sums.launch_each, dtype)
+        also = functools.partial(engine.launch_each, dtype)
         found = precompile(
             weights[dtype, invariant], norms=norms, dtype=dtype, tell=tell, batch_invariant=invariant, also=also
         )

@@ -1,5 +1,6 @@
 """The engine in this process: vLLM beside the trainer, on the same GPU, by default on the same weights."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,19 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 from vllm import LLM, SamplingParams, envs
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.models import ModelRegistry
 from vllm.outputs import RequestOutput
 
 from ...noise.hooks import NoiseDraw
+from ...nvfp4.checkpoints import METHOD
 from ...nvfp4.fused import fuse_storage
 from ...support.distributed import gathered
 from ...support.names import canonical_name
-from ..engine import Completion, Contents, Engine, RolloutError, Sampling
+from ..engine import BATCH_INVARIANT, AdapterTensors, Completion, Contents, Engine, RolloutError, Sampling
 from ..spec import EngineSpec
-from ..wire import BATCH_INVARIANT, AdapterTensors
-from . import isolation, loader
-from .sleep import use_kv_only_sleep
+from . import loader
+from .loader import base_model
 from .state import RolloutState
 
 
@@ -106,7 +110,7 @@ class InProcessEngine(Engine):
             switch_batch_invariant()
         loader.publish(model, alias=share)
         try:
-            own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
+            own = {"enable_sleep_mode": sleeps, **isolation_arguments(model, spec, arguments or {})}
             gc.freeze()  # vLLM collects garbage six times while it builds, 4 s of a start, and ends with the same
             self.llm: SharedLLM | None = SharedLLM(group=group, **{**spec.llm_arguments(), **own, **(arguments or {})})
         except BaseException:
@@ -239,3 +243,90 @@ def _completion(output: RequestOutput) -> Completion:
         assert step is not None, "logprobs=0 asks for the sampled token's"
         logps.append(step[token].logprob)
     return Completion(tokens, logps)
+
+
+_BACKEND = ".transformers"
+
+
+def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Further arguments of `LLM` that keep it away from the class of the trainer's `model`; none where vLLM has a class of its own.
+
+    Raises:
+        `ValueError`: the user overrides the configuration (`hf_overrides`) of a model that needs this.
+    """
+    config: Any = base_model(model).config
+    if not _runs_transformers(config, chosen.get("model_impl", spec.model_impl)):
+        return {}
+    if chosen.get("hf_overrides"):
+        raise ValueError(
+            f"vllm_engine_kwargs has hf_overrides={chosen['hf_overrides']!r}, but {config.architectures} runs with transformers' code in vLLM. Change the "
+            "model's config.json instead, or use use_vllm=False."
+        )
+    return {"hf_overrides": isolated}
+
+
+def _runs_transformers(config: PretrainedConfig, model_impl: str) -> bool:
+    if model_impl != "auto":
+        return model_impl == "transformers"
+    known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
+    return all(getattr(model, "module_name", _BACKEND).endswith(_BACKEND) for model in known)
+
+
+def isolated(config: PretrainedConfig) -> PretrainedConfig:
+    """`config`, of a type for which `AutoModel` builds a subclass of what it would build."""
+    text = config.get_text_config()
+    # vLLM also asks with a configuration of no model, and may ask twice
+    if type(text) in MODEL_MAPPING and type(text).__module__ != __name__:
+        theirs: Any = type(text)
+        text.__class__ = _config_class(theirs)
+        if getattr(config, "quantization_config", None) is None:
+            # before 0.31 vLLM looks for a quantization that the configuration has not in `hf_overrides`, and takes no function there
+            config.quantization_config = {"quant_method": METHOD}
+    return config
+
+
+@functools.cache
+def _config_class(theirs: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    model: Any = MODEL_MAPPING[theirs]
+    config = type(f"{theirs.__name__}InVLLM", (theirs,), {"__module__": __name__})
+    AutoModel.register(config, type(model.__name__, (model,), {"__module__": __name__, "config_class": config}))
+    return config
+
+
+BACKEND = "qerl_kv_only"
+_TAG = "kv_cache"
+
+
+class KVOnlyBackend(CuMemBackend):
+    """Unmaps the KV cache; every other allocation keeps its address and content."""
+
+    def suspend(self, level: int = 1) -> None:
+        """Free the KV cache, at any `level`."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        allocator: Any = get_mem_allocator_instance()  # its interface has changed between versions
+        self._state = "SUSPENDED"
+        if hasattr(allocator, "discard"):
+            allocator.discard((_TAG,))
+        else:  # before vLLM 0.28
+            from vllm.device_allocator.cumem import unmap_and_release
+
+            for data in allocator.pointer_to_data.values():
+                if data.tag == _TAG and not data.is_asleep:
+                    torch.cuda.synchronize(data.handle[0])
+                    unmap_and_release(data.handle)
+                    data.is_asleep = True
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Map the KV cache again. Never everything: 0.25's allocator would map what is awake a second time."""
+        super().resume([_TAG])
+
+
+def use_kv_only_sleep(llm) -> None:
+    """Make `llm.sleep()` and `llm.wake_up()` free and remap the KV cache only. Call before the first sleep."""
+    if BACKEND not in SleepModeBackendFactory._registry:
+        SleepModeBackendFactory.register_backend(BACKEND, __name__, KVOnlyBackend.__name__)
+    llm.llm_engine.vllm_config.model_config.sleep_mode_backend = BACKEND
+    llm.llm_engine.model_executor.driver_worker.vllm_config.model_config.sleep_mode_backend = BACKEND

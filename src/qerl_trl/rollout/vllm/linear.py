@@ -33,7 +33,7 @@ import qerl_nvfp4
 from ...nvfp4.checkpoints import LAYOUTS
 from ...nvfp4.format import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
 from ...nvfp4.fp8 import dequantize_fp8
-from ..wire import BATCH_INVARIANT, batch_invariant
+from ..engine import BATCH_INVARIANT, batch_invariant
 from .compile_ahead import compile_expected, expect_layer
 
 #: a layer of vLLM (`LinearBase`), with what our methods hang on it: weights of many names, `adapter_a`, `adapter_b`, `qerl_splits`.
@@ -42,8 +42,6 @@ Layer = Any
 
 #: adapter buffers are padded with zeros to a multiple of this rank: the tensor cores' smallest inner dimension
 RANK_MULTIPLE = 16
-
-
 _LIBRARY = torch.library.Library("qerl", "FRAGMENT")
 
 

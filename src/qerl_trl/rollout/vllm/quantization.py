@@ -30,8 +30,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 
 from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
 from ...nvfp4.checkpoints import METHOD, Selection, check_entries, parse_quantization_config
-from ..transport import secret
-from ..wire import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant
+from ..engine import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant, secret
 from . import loader, norm
 from .linear import (
     AdaptedMethod,
@@ -42,8 +41,8 @@ from .linear import (
     NVFP4Method,
     OnlineNVFP4Method,
 )
+from .loader import Mapper, Renaming, split_fused, stacked, with_gap
 from .nf4 import NF4Method
-from .renaming import Mapper, Renaming, split_fused, stacked, with_gap
 
 #: layout of a packed checkpoint (None: dense) -> what a packed layer gets
 _METHODS: dict[str | None, Callable[..., AdaptedMethod]] = {

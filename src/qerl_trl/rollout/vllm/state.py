@@ -16,12 +16,20 @@ import torch
 
 from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
-from ..engine import Contents, RolloutError
-from ..sums import all_bits, bits, rounded
-from ..wire import AdapterTensors, fingerprint, not_finite, update_fingerprint
+from ..engine import (
+    AdapterTensors,
+    Contents,
+    RolloutError,
+    all_bits,
+    bits,
+    fingerprint,
+    not_finite,
+    rounded,
+    update_fingerprint,
+)
 from .linear import AdaptedMethod, Layer, parts_of
+from .loader import Renaming
 from .norm import find_norms
-from .renaming import Renaming
 
 #: elements of an adapter that are copied together
 _TOGETHER = 2**24
