@@ -16,7 +16,6 @@ from trl import GRPOConfig, RLOOConfig
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
-from .rollout.supported import check_options
 from .support import ranges, secrets
 from .support.distributed import fsdp_version, patience
 from .support.trl import OnlineConfig
@@ -273,7 +272,6 @@ class QeRLArguments(OnlineConfig):
                 f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
                 "'token_truncate' (the default) or 'token_mask'."
             )
-        check_options(self)  # type: ignore[arg-type]  # one of the two classes below
         if self.use_transformers_continuous_batching:
             logger.warning(
                 "use_transformers_continuous_batching=True casts the model to bf16 before it generates, its float32 adapter included: "

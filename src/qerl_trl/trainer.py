@@ -58,7 +58,7 @@ from .nvfp4.linear import has_nvfp4
 from .publish.mixin import warn_of_exports
 from .rollout import mismatch
 from .rollout.sampling import of_the_model_alone, settle_ends
-from .rollout.supported import check_environment, check_given, checked_rollout_func
+from .rollout.supported import check_run, checked_rollout_func
 from .run import banner, disk, folder, shortage
 from .run.arguments import by_name, with_reward_models
 from .run.base import adapter_config, model_init, source_of
@@ -125,8 +125,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         keep_buckets(args)
         secrets.check_places({**given, **vars(args)})
         environment.check(args)
-        check_environment(args)
-        check_given(args, given)
+        check_run(args, given)
         folder.lock_for(args)
         given["model"] = model = given_model(model)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))

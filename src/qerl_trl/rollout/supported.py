@@ -9,29 +9,21 @@
 Noise on the norms works in all of them.
 """
 
-import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from ..support.distributed import fsdp_version
-from .vllm.plugin import check_vllm_is_there, check_vllm_version, import_vllm
-
-if TYPE_CHECKING:
-    from ..config import QeRLConfig, QeRLRLOOConfig
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ..checkpoint import seal
+from ..config import QeRLConfig, QeRLRLOOConfig
 from ..memory.optimizers import optimizer_under_fsdp
+from ..support.distributed import fsdp_version
 from .engine import RolloutError
-
-if TYPE_CHECKING:
-    pass
+from .vllm.plugin import check_vllm_is_there, check_vllm_version, import_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +42,14 @@ _OWN = {
 _OTHER_POLICY = {"do_sample": True, "num_beams": 1, "guidance_scale": 1, "penalty_alpha": 0}
 
 
-def check_generation(args: "QeRLConfig | QeRLRLOOConfig") -> None:
+def check_run(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> None:
+    """All of the checks here, before anything is loaded. `given`: the trainer's arguments, by name."""
+    check_options(args)
+    check_environment(args)
+    check_given(args, given)
+
+
+def check_generation(args: QeRLConfig | QeRLRLOOConfig) -> None:
     """Warn of `generation_kwargs`, which TRL puts over its own arguments, that sample from another policy than the one completions are scored with."""
     assert not isinstance(args.generation_kwargs, str), "TRL's configs parse JSON when they are built"
     for name, value in (args.generation_kwargs or {}).items():
@@ -70,7 +69,7 @@ def check_generation(args: "QeRLConfig | QeRLRLOOConfig") -> None:
             )
 
 
-def check_options(args: "QeRLConfig | QeRLRLOOConfig") -> None:
+def check_options(args: QeRLConfig | QeRLRLOOConfig) -> None:
     """Refuse combinations of options that no engine can run.
 
     Raises:
@@ -108,7 +107,7 @@ _OURS = {
 _WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
 
-def check_engine(args: "QeRLConfig | QeRLRLOOConfig") -> None:
+def check_engine(args: QeRLConfig | QeRLRLOOConfig) -> None:
     """Refuse arguments of a colocated engine with which it would not be this trainer's.
 
     Raises:
@@ -140,7 +139,7 @@ _TURNS = ("rollout_func", "tools", "environment_factory")
 _LOOPS = ("tools", "environment_factory")
 
 
-def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
+def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> None:
     """Refuse what the processes of a run cannot do with what a trainer was given: called before the model is loaded.
 
     Args:
@@ -164,7 +163,7 @@ def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -
             )
 
 
-def asked_together(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
+def asked_together(args: QeRLConfig | QeRLRLOOConfig) -> str | None:
     """The option by which one engine answers several processes in one call."""
     if args.vllm_mode == "server":
         return "vllm_mode='server'"
@@ -172,11 +171,11 @@ def asked_together(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
     return f"vllm_tensor_parallel_size={size}" if size > 1 else None
 
 
-def _zero_stage(args: "QeRLConfig | QeRLRLOOConfig") -> int:
-    return getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
+def _zero_stage(args: QeRLConfig | QeRLRLOOConfig) -> int:
+    return getattr(args.deepspeed_plugin, "zero_stage", 0)
 
 
-def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
+def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
     """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded.
 
     Raises:

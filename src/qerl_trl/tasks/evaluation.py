@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..checkpoint import records
-from ..rollout.sampling import end_tokens, of_the_model_alone
+from ..rollout.sampling import end_tokens, of_the_model_alone, stored
 from ..rollout.vllm.plugin import CheckpointEngine
 from ..run import banner
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
@@ -268,6 +268,8 @@ def vllm_engine(
         raise ImportError(
             "vLLM is not installed: pip install 'qerl-trl[vllm]', or use --engine transformers."
         ) from error
+    template = {"chat_template": chat_template, **(protocol.chat_template_kwargs or {})}
+    ends = end_tokens(stored(vllm.generation, vllm.config, vllm.revision), vllm.tokenizer, **template)
 
     def generate(dataset: Dataset) -> list[str]:
         return vllm.chat(
@@ -276,6 +278,7 @@ def vllm_engine(
             protocol.top_p,
             protocol.max_new_tokens,
             seed,
+            ends,
             chat_template=chat_template,
             chat_template_kwargs=protocol.chat_template_kwargs,
         )

@@ -18,8 +18,6 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ..sampling import end_tokens, stored
-
 logger = logging.getLogger(__name__)
 
 #: what the tests have run: 0.25.1 on a GPU; 0.25.1, 0.28.0 and 0.31.0 on a CPU. The extra `vllm` in pyproject.toml says the same
@@ -166,8 +164,9 @@ class CheckpointEngine:
         config = AutoConfig.from_pretrained(model, **named)
         if config.get_text_config(decoder=True) is not config:
             arguments = {"language_model_only": True, **arguments}
-        own = adapter if adapter and Path(adapter, "generation_config.json").is_file() else model
-        self.stored = stored(own, config, named.get("revision"))
+        #: what says where completions end: the run's own files where the adapter has them
+        self.config, self.revision = config, named.get("revision")
+        self.generation = adapter if adapter and Path(adapter, "generation_config.json").is_file() else model
         own = adapter if adapter and Path(adapter, "tokenizer_config.json").is_file() else model
         self.tokenizer = AutoTokenizer.from_pretrained(own, **named)
         self.llm = LLM(model=model, seed=seed, **arguments)
@@ -193,17 +192,17 @@ class CheckpointEngine:
         top_p: float,
         max_tokens: int,
         seed: int,
+        ends: list[int],
         **template: Any,
     ) -> list[str]:
         """One completion per conversation; number i is drawn with `seed + i`, since equal prompts would repeat under one seed.
 
         Args:
+            ends: ids of the tokens that end a completion.
             template: `chat_template` and `chat_template_kwargs` of `vllm.LLM.chat`.
         """
         from vllm import SamplingParams
 
-        how = {"chat_template": template.get("chat_template"), **(template.get("chat_template_kwargs") or {})}
-        ends = end_tokens(self.stored, self.tokenizer, **how)
         common: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
         sampling = [SamplingParams(**common, stop_token_ids=ends, seed=seed + i) for i in range(len(prompts))]
         outputs = self.llm.chat(prompts, sampling, lora_request=self.request, **template)
