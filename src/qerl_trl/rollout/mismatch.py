@@ -30,21 +30,16 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 logger = logging.get_logger(__name__)
-
 Sampler = Literal["all", "top_p", "some", "reweighed"]
-
 #: sequences of a rollout on which the mismatch is estimated when there are no log-probabilities of all of it
 _SAMPLE = 8
-
 #: share of a rollout's tokens that may be without a finite log-probability
 _MISSING = 0.01
-
 #: of `generation_kwargs`, what changes no probability, and what only leaves tokens out
 _NEUTRAL = {
     "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "eos_token_id", "ignore_eos", "include_stop_str_in_output", "seed", "n", "temperature",
     "do_sample", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection",
 }  # fmt: skip
-
 _LEAVE_OUT = {"top_k", "top_p", "min_p", "min_tokens", "allowed_token_ids", "bad_words", "structured_outputs"}
 
 

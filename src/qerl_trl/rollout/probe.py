@@ -4,7 +4,7 @@ The engine completes a few prompts of the run greedily, and the trainer scores t
 log-probabilities, in nats:
 
     clean difference   engine and trainer, adapter off
-    rounding           trainer and trainer, in two honest arithmetics: its own, and float32 (rounding.py)
+    rounding           trainer and trainer, in two honest arithmetics: its own, and float32 ([`other_arithmetic`])
     effect             trainer with and without a probe adapter, on tokens sampled without it
     difference         engine and trainer, both with the probe adapter, on tokens that the engine samples with it
 
@@ -54,19 +54,13 @@ from .engine import Completion, Contents, Engine, RolloutError, Sampling
 from .spec import active_adapter, rollout_layers
 
 logger = logging.getLogger(__name__)
-
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
-
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
-
 CLEAN, SHARE, CONTRAST = 4.0, 0.15, 10.0
-
 #: nats that are never called a disagreement: small means scatter, and logits are themselves rounded
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
-
 #: by how much the probe adapter moves each layer's output, relative to its size
 FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4)
-
 #: standard deviations of the noise that is tried on the norms
 SIGMAS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
@@ -144,14 +138,8 @@ class Probe:
             yield
 
     def adapter(self, sync: Callable[[], None]) -> tuple[ProbeResult, Clean | None]:
-        """Compare a started engine with the trainer.
-
-        Args:
-            sync: puts what is trained into the engine.
-
-        Returns:
-            The result, and what was measured without the adapter where that is the model as it is: it has none, or B is zero.
-        """
+        """Compare a started engine with the trainer, from which `sync` puts what is trained into the engine. Also returns what was measured
+        without the adapter where that is the model as it is: it has none, or B is zero."""
         with self._scoring():
             layers: list[LoraLayer] = []
             name = ""
@@ -167,6 +155,10 @@ class Probe:
                 for up, layer, size in zip(ups, layers, sizes, strict=True):
                     strength = fraction * size / (layer.scaling[name] * up.shape[1] ** 0.5)
                     set_whole(up, torch.randn(up.shape, generator=generator, device=self.device).mul_(strength))
+
+            def restore() -> None:
+                for up, own in zip(ups, saved, strict=True):
+                    up.copy_(own)  # both whole, or both this process's part
 
             def sample(fraction: float) -> list[Completion]:
                 adapt(fraction)
@@ -186,11 +178,11 @@ class Probe:
                 if layers and result.fault is None:
                     result = self._compared("adapter", FRACTIONS, known, sample, adapt)
             except BaseException:
-                _copy(ups, saved)
+                restore()
                 with contextlib.suppress(RuntimeError, ValueError, OSError):  # an engine that failed may fail again
                     sync()
                 raise
-            _copy(ups, saved)
+            restore()
             sync()
             return result, as_it_is
 
@@ -203,9 +195,8 @@ class Probe:
         """Whether noise changes what the engine computes as it changes the trainer's model, with the adapter as it is. The engine is clean afterwards.
 
         Args:
-            put: puts the noise of a draw on the engine's norms; sigma 0 takes it away.
-            under: inside, the trainer's model computes with the noise of a draw.
-            known: what was measured of engine and model as they are, on all processes; `None` measures it.
+            put, under: put the noise of a draw on the engine's norms, and on the trainer's within a block.
+            known: what was measured without noise, on all processes; `None` measures it.
         """
 
         def draw_of(sigma: float) -> NoiseDraw:
@@ -223,10 +214,7 @@ class Probe:
 
     def again(self, then: float | None = None) -> ProbeResult:
         """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
-
-        Args:
-            then: the rounding at start. It is measured again where that of then does not explain the difference.
-        """
+        `then`: the rounding at start, measured again where it does not explain the difference."""
         with self._scoring():
             known = self._clean(then)
             if then is not None and not known.difference <= CLEAN * then + FLOOR[self.dtype]:
@@ -238,7 +226,12 @@ class Probe:
         scored = self._score(completions)
         if rounding is None:
             rounding = mean_difference(scored, self._score(completions, exact=True))
-        return Clean(completions, scored, mean_difference(scored, _logps_of(completions)), rounding)
+        return Clean(
+            completions,
+            scored,
+            mean_difference(scored, torch.tensor([completion.logps for completion in completions])),
+            rounding,
+        )
 
     def _compared(
         self,
@@ -248,11 +241,8 @@ class Probe:
         sample: Callable[[float], list[Completion]],
         change: Callable[[float], contextlib.AbstractContextManager[None] | None],
     ) -> ProbeResult:
-        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough.
-
-        Args:
-            change: changes the trainer's model by a size, for good or as long as what it returns is open.
-        """
+        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough. `change` changes the trainer's model by a
+        size, for good or as long as what it returns is open."""
 
         def score(completions: list[Completion], size: float, exact: bool = False) -> torch.Tensor:
             with change(size) or contextlib.nullcontext():
@@ -275,7 +265,9 @@ class Probe:
         if best < CONTRAST:
             return result
         completions = sample(size)
-        difference = mean_difference(score(completions, size), _logps_of(completions))
+        difference = mean_difference(
+            score(completions, size), torch.tensor([completion.logps for completion in completions])
+        )
         return replace(result, size=size, difference=difference)
 
     def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
@@ -347,15 +339,6 @@ def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)  # both whole, or both this process's part
-
-
-def _logps_of(completions: list[Completion]) -> torch.Tensor:
-    return torch.tensor([completion.logps for completion in completions])
-
-
 def _last_logits(model: nn.Module, count: int) -> dict[str, int]:
     """The argument by which a model computes its last logits only, if it has it."""
     forward = cast(PreTrainedModel, model.get_base_model() if is_peft_model(model) else model).forward  # type: ignore[operator]
@@ -389,15 +372,7 @@ _SYNC = "Only the trainer may write into the engine. If nobody else does, report
 
 
 def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) -> None:
-    """Whether the engine computes with what the trainer put there last.
-
-    Args:
-        put: fingerprint of the weights, as the trainer put them.
-        draw: of the noise, `None` if the trainer never set any.
-
-    Raises:
-        [`RolloutError`]: stale or damaged weights, or other noise.
-    """
+    """Refuse an engine that does not compute with what the trainer put there last: the weights of fingerprint `put`, the noise of `draw`."""
     if contents.received != put:
         raise RolloutError(
             f"The engine does not hold the trainer's latest weights (it has update {contents.received}, not {put}), so the rollout came from a "
@@ -417,9 +392,9 @@ def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) 
 
 
 def _noise(draw: NoiseDraw | None) -> str:
-    if draw is None or draw.sigma == 0:
-        return "no noise"
-    return f"sigma {draw.sigma:g} of step {draw.step}, generation {draw.generation}"
+    return (
+        f"sigma {draw.sigma:g} of step {draw.step}, generation {draw.generation}" if draw and draw.sigma else "no noise"
+    )
 
 
 #: elements of a matrix that are cast to float32 at a time
@@ -441,9 +416,8 @@ class _Cast(TorchFunctionMode):
             return self.cast(function(*args, **kwargs))
         if function in self.OPERANDS:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            if (
-                function is F.linear and args[1].numel() > _CHUNK and bias is None
-            ):  # a head, a part of its rows at a time
+            # a head, a part of its rows at a time
+            if function is F.linear and args[1].numel() > _CHUNK and bias is None:
                 rows = args[1].split(max(1, _CHUNK // args[1].shape[1]))
                 return torch.cat([F.linear(self.cast(args[0]), self.cast(part)) for part in rows], -1)
             args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))

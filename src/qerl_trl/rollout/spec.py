@@ -30,18 +30,13 @@ from .engine import BATCH_INVARIANT, WORKER_EXTENSION
 
 #: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
-
 ENDPOINT = "qerl_trl.rollout.vllm.worker.RolloutEndpoint"
-
 #: log-probabilities after temperature and truncation, which are the behaviour policy's
 LOGPROBS_MODE = "processed_logprobs"
-
 #: which of a checkpoint's files say what the model is: those that the trainer reads. Left to itself vLLM prefers Mistral's own where they
 #: lie beside them (params.json, tekken.json)
 FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
-
 DELTA_NET = {"gdn_prefill_backend": "triton"}
-
 #: sequences at a time that a server is asked for at most: vLLM's own default on the largest GPUs. It refuses more of them than tokens in a step
 #: (2048 by default on small GPUs)
 MOST_SERVED = 1024

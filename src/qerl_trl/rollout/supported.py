@@ -26,18 +26,15 @@ from .engine import RolloutError
 from .vllm.plugin import check_vllm_is_there, check_vllm_version, import_vllm
 
 logger = logging.getLogger(__name__)
-
 _SERVER = {
     "full": "every weight changes at each step, and the server takes adapters and norms only",
     "nf4": "the server's vLLM reads the checkpoint itself and has no bitsandbytes weights",
 }
-
 #: of `generation_kwargs`, what TRL has an argument for, by which lengths are planned and completions are scored
 _OWN = {
     "temperature": "temperature", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
     "num_return_sequences": "num_generations", "n": "num_generations",
 }  # fmt: skip
-
 #: of the rest, what does not sample from the softmax of the logits, and the value with which it does
 _OTHER_POLICY = {"do_sample": True, "num_beams": 1, "guidance_scale": 1, "penalty_alpha": 0}
 
@@ -102,7 +99,6 @@ _OURS = {
     "data_parallel_size": None, "distributed_executor_backend": None, "load_format": None, "quantization": "base_format", "additional_config": None,
     "logprobs_mode": None, "enable_sleep_mode": "vllm_enable_sleep_mode",
 }  # fmt: skip
-
 #: methods of speculation that have no weights
 _WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
@@ -134,7 +130,6 @@ def check_engine(args: QeRLConfig | QeRLRLOOConfig) -> None:
 
 #: what a trainer may be given that takes as many turns with the engine as it likes
 _TURNS = ("rollout_func", "tools", "environment_factory")
-
 #: of those, what goes on in TRL's own loop, with the rows of a process that are not done
 _LOOPS = ("tools", "environment_factory")
 

