@@ -32,7 +32,7 @@ def test_checksum_counts_in_parts(monkeypatch):
     tensor = torch.arange(250, dtype=torch.uint8)
     expected = [int((tensor.long() ** 2).sum())]
     assert checksum(tensor) == expected
-    monkeypatch.setattr("qerl_trl.rollout.handshake._CHUNK", 7)
+    monkeypatch.setattr("qerl_trl.rollout.weights._CHUNK", 7)
     assert checksum(tensor) == expected
 
 

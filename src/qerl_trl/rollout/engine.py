@@ -373,11 +373,7 @@ SECRET, PORT = "QERL_SERVER_SECRET", "QERL_SERVER_DATA_PORT"
 
 
 def secret() -> str:
-    """The secret of this process, sent as a bearer token.
-
-    Raises:
-        `RuntimeError`: there is none; says how to make one.
-    """
+    """The secret of this process, sent as a bearer token."""
     value = os.environ.get(SECRET, "").strip()
     if not value:
         raise RuntimeError(

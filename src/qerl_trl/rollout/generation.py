@@ -271,9 +271,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def rollout(self) -> Iterator[None]:
         """Around a whole rollout of the trainer (its `_generate`): whatever samples from the engine inside, a rollout function, a tool,
         an environment or `generate`, meets the weights and the noise of this moment. One draw, one limit of time, one sleep afterwards.
-
-        Raises:
-            [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
         """
         with self._up_to_date():
             self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more

@@ -66,9 +66,6 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
 
     Where both are at hand (`rollout/mismatch.py`), over the whole rollout. RLOO keeps none per token: with noise in the rollout only they are
     computed on the first few sequences, clean and noisy (of text: pictures are not fed again). `None`: the two policies are the same.
-
-    Raises:
-        RuntimeError: the engine returned not one finite log-probability.
     """
     mask = rollout["completion_mask"].bool()
     if "tool_mask" in rollout:
@@ -101,11 +98,7 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
 def of_logps(
     trainer: OnlineTrainer, trained: torch.Tensor | None, sampled: torch.Tensor, mask: torch.Tensor
 ) -> Mismatch:
-    """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes.
-
-    Raises:
-        RuntimeError: more than one in a hundred is not finite.
-    """
+    """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes."""
     known = mask & sampled.isfinite()
     logps = sampled.double().where(known, 0.0)
     d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
@@ -172,11 +165,7 @@ class MismatchWatch:
         self._beyond = {"kl": 0, "gap": 0}
 
     def rollout(self, trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> None:
-        """Look at one rollout, TRL's dictionary of a generated batch; in evaluation at those of vLLM, which then has no noise.
-
-        Raises:
-            RuntimeError: see the class, and `measure`.
-        """
+        """Look at one rollout, TRL's dictionary of a generated batch; in evaluation at those of vLLM, which then has no noise."""
         training = trainer.model.training
         found = measure(trainer, aqn if training else None, rollout)
         if found is None:

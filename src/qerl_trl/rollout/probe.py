@@ -314,11 +314,7 @@ def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) 
 
 
 def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:
-    """Log a result; warn where it is undecided or a fault.
-
-    Raises:
-        [`RolloutError`]: a fault, and `mode` is "refuse".
-    """
+    """Log a result; warn where it is undecided or a fault."""
     logger.info("%s: %s", name, result)
     if result.undecided:
         logger.warning("%s: %s. Training starts unchecked; rollout_probe='off' skips this.", name, result)

@@ -60,12 +60,7 @@ CONCURRENCY = 256
 
 
 class Client(VLLMClient):
-    """TRL's client with the server's secret, the trainer's own calls, and a seed for each prompt.
-
-    Raises:
-        `ConnectionError`: no server answers within `timeout` seconds.
-        [`RolloutError`]: another service answers, or the server has another secret.
-    """
+    """TRL's client with the server's secret, the trainer's own calls, and a seed for each prompt."""
 
     #: a rank's answer to `qerl_describe`; where updates go over the network; another one after a restart of the server
     description: Mapping[str, Any]
@@ -98,11 +93,7 @@ class Client(VLLMClient):
         return request
 
     def call(self, method: str, *args: str, reset: bool = False) -> list[dict]:
-        """One method of the worker extension on every rank, then the reset of the prefix cache; "" for the reset alone.
-
-        Raises:
-            [`RolloutError`]: the server refused.
-        """
+        """One method of the worker extension on every rank, then the reset of the prefix cache; "" for the reset alone."""
         told = {"method": method, "args": args, "reset": reset}
         content = self._post(self.base_url + CALL, json=told, timeout=MESSAGE_TIMEOUT)
         answers = content.get("results", [])
@@ -127,11 +118,7 @@ class Client(VLLMClient):
         self.data_url = f"{parts.scheme}://{host}:{port}/"
 
     def upload(self, data: Any) -> str:
-        """Send an update to the server's host; the name of the memory that holds it there.
-
-        Raises:
-            [`RolloutError`]: the port for updates cannot be reached.
-        """
+        """Send an update to the server's host; the name of the memory that holds it there."""
         try:
             response = self.session.put(self.data_url, data=data, timeout=MESSAGE_TIMEOUT)
             response.raise_for_status()
@@ -167,11 +154,7 @@ class Client(VLLMClient):
 
 
 def _content(response: requests.Response) -> dict:
-    """The JSON of an answer.
-
-    Raises:
-        [`RolloutError`]: a refusal, with the server's words and what to do; or another service.
-    """
+    """The JSON of an answer."""
     with contextlib.suppress(ValueError):
         if response.status_code == 200:
             return response.json()
@@ -205,10 +188,6 @@ class ServerEngine(Engine):
         spec: what the server has to run.
         model: the trainer's PEFT model.
         timeout: seconds to wait for the server to answer at all.
-
-    Raises:
-        `ConnectionError`: no server answers.
-        `RuntimeError`: there is no secret, or the server has another secret, adapter buffers or weights.
     """
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
@@ -236,11 +215,7 @@ class ServerEngine(Engine):
         return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
     def _check(self) -> None:
-        """Compare what the server runs with the trainer's model, and find out whether memory can be shared.
-
-        Raises:
-            `RuntimeError`: they differ; says where, and gives the command that starts the right server.
-        """
+        """Compare what the server runs with the trainer's model, and find out whether memory can be shared."""
         name = ""
         with contextlib.suppress(OSError):  # no /dev/shm
             probe = SharedMemory(1, torch.device("cpu"))

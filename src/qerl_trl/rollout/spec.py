@@ -95,11 +95,7 @@ class EngineSpec:
     ) -> "EngineSpec":
         """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
         know its own; `pictures`: whether any may come ([`pictures.may_come`]); `limits` are the fields from
-        `max_model_len` on.
-
-        Raises:
-            `ValueError`: the model came from no checkpoint, or vLLM cannot roll out its architecture.
-        """
+        `max_model_len` on."""
         base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         row = architecture_of(base.config.get_text_config(decoder=True).model_type)
         if row.outside_vllm:
@@ -216,11 +212,7 @@ def dense_layers(model: nn.Module) -> list[str]:
 
 
 def active_adapter(model: nn.Module) -> str:
-    """Name of the adapter that is trained and rolled out.
-
-    Raises:
-        `ValueError`: several adapters are active at once.
-    """
+    """Name of the adapter that is trained and rolled out."""
     names = cast(PeftModel, model).active_adapters
     if len(names) != 1:
         raise ValueError(
@@ -236,12 +228,7 @@ def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def check_servable(model: nn.Module) -> None:
-    """Refuse adapters that our vLLM method does not compute.
-
-    Raises:
-        `ValueError`: DoRA, LoRA biases, adapters on parameters or embeddings, several of them, another PEFT method, or trained modules
-            other than norms.
-    """
+    """Refuse adapters that our vLLM method does not compute."""
     configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
     config = configs[adapter]
     problems = []
@@ -275,11 +262,7 @@ def check_servable(model: nn.Module) -> None:
 
 
 def check_vocabulary(model: nn.Module) -> None:
-    """Refuse a model whose embeddings were resized: an engine is built from the files that it was loaded from.
-
-    Raises:
-        `ValueError`: says both sizes.
-    """
+    """Refuse a model whose embeddings were resized: an engine is built from the files that it was loaded from."""
     resized, stored = cast(Any, model.config).get_text_config().vocab_size, stored_vocabulary(model)
     if stored not in (None, resized):
         raise ValueError(

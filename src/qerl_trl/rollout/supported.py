@@ -67,11 +67,7 @@ def check_generation(args: QeRLConfig | QeRLRLOOConfig) -> None:
 
 
 def check_options(args: QeRLConfig | QeRLRLOOConfig) -> None:
-    """Refuse combinations of options that no engine can run.
-
-    Raises:
-        `ValueError`: with the option that can.
-    """
+    """Refuse combinations of options that no engine can run."""
     check_generation(args)
     if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
         raise ValueError(
@@ -104,11 +100,7 @@ _WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
 
 def check_engine(args: QeRLConfig | QeRLRLOOConfig) -> None:
-    """Refuse arguments of a colocated engine with which it would not be this trainer's.
-
-    Raises:
-        `ValueError`: by name.
-    """
+    """Refuse arguments of a colocated engine with which it would not be this trainer's."""
     chosen = args.vllm_engine_kwargs
     if args.vllm_mode != "colocate" or not isinstance(chosen, dict):
         return
@@ -139,9 +131,6 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
 
     Args:
         given: the trainer's arguments, by name.
-
-    Raises:
-        `ValueError`: by name.
     """
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     several = args.world_size > 1 and args.use_vllm and asked_together(args)
@@ -171,12 +160,7 @@ def _zero_stage(args: QeRLConfig | QeRLRLOOConfig) -> int:
 
 
 def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
-    """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded.
-
-    Raises:
-        `ImportError`: vLLM is missing, broken or too old.
-        `ValueError`: a way of sharding that the weights, the engine or the optimizer cannot follow.
-    """
+    """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded."""
     zero_stage = _zero_stage(args)
     if zero_stage == 3 and args.base_format in ("nvfp4", "nf4"):
         raise ValueError(
@@ -194,11 +178,7 @@ def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
 
 
 def check_sharding(zero_stage: int, fsdp_version: int | None) -> None:
-    """Refuse ways of sharding the trainer from which an engine cannot get whole tensors, layer by layer.
-
-    Raises:
-        `ValueError`: DeepSpeed ZeRO-3, or FSDP version 1.
-    """
+    """Refuse ways of sharding the trainer from which an engine cannot get whole tensors, layer by layer."""
     if zero_stage == 3:
         raise ValueError(
             "vLLM rollouts do not work with DeepSpeed ZeRO-3, which partitions weights while they load. Use ZeRO-2, FSDP 2 (fsdp_version: 2) or plain data "
@@ -246,11 +226,7 @@ def placed_in_training(accelerator: Accelerator) -> bool:
 
 
 def settle_optimizer(args: Any) -> None:
-    """Under FSDP, an optimizer that can step what it shares out ([`optimizer_under_fsdp`]) in place of one that would stop at the first step.
-
-    Raises:
-        `ValueError`: there is none that computes the same.
-    """
+    """Under FSDP, an optimizer that can step what it shares out ([`optimizer_under_fsdp`]) in place of one that would stop at the first step."""
     if fsdp_version(args) is None:
         return
     wanted = str(getattr(args.optim, "value", args.optim))

@@ -52,9 +52,6 @@ class Trained(ABC):
 
         Returns:
             Fingerprint of what was put, and what `Engine.put` gave.
-
-        Raises:
-            [`RolloutError`]: it holds values that are not finite.
         """
 
     @abstractmethod
@@ -73,11 +70,7 @@ class Trained(ABC):
 
 
 class TrainedAdapter(Trained):
-    """The active LoRA adapter of a PEFT model, and the norms in its `modules_to_save`.
-
-    Raises:
-        `ValueError`: an adapter that no engine of ours computes.
-    """
+    """The active LoRA adapter of a PEFT model, and the norms in its `modules_to_save`."""
 
     def __init__(self, model: nn.Module) -> None:
         check_servable(model)
@@ -318,9 +311,6 @@ class SharedMemory:
 
     Args:
         name: of memory that another process made; new memory under a random name by default.
-
-    Raises:
-        `OSError`, `ValueError`: there is no such memory here, or too little of it is left.
     """
 
     def __init__(self, size: int, device: torch.device, name: str | None = None) -> None:

@@ -204,11 +204,7 @@ class InProcessEngine(Engine):
 
 
 def switch_batch_invariant() -> None:
-    """vLLM's batch-invariant mode for the engines of this process from here on: it reads its switch where an engine is built.
-
-    Raises:
-        [`RolloutError`]: vLLM has read its environment for good, for an engine before this one, or has no such mode.
-    """
+    """vLLM's batch-invariant mode for the engines of this process from here on: it reads its switch where an engine is built."""
     os.environ[BATCH_INVARIANT] = "1"
     if not getattr(envs, BATCH_INVARIANT, False):
         raise RolloutError(
@@ -249,11 +245,7 @@ _BACKEND = ".transformers"
 
 
 def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Further arguments of `LLM` that keep it away from the class of the trainer's `model`; none where vLLM has a class of its own.
-
-    Raises:
-        `ValueError`: the user overrides the configuration (`hf_overrides`) of a model that needs this.
-    """
+    """Further arguments of `LLM` that keep it away from the class of the trainer's `model`; none where vLLM has a class of its own."""
     config: Any = base_model(model).config
     if not _runs_transformers(config, chosen.get("model_impl", spec.model_impl)):
         return {}

@@ -73,11 +73,7 @@ class Published:
         return self.modules[name]
 
     def base_format(self, name: str) -> str:
-        """What the trainer's layer holds: "nvfp4", "nf4" or "dense".
-
-        Raises:
-            `ValueError`: no such layer, or one of bitsandbytes' 8-bit layers.
-        """
+        """What the trainer's layer holds: "nvfp4", "nf4" or "dense"."""
         module = self.module(name)
         if isinstance(module, NVFP4Linear):
             return "nvfp4"
@@ -124,11 +120,7 @@ def publish(model: nn.Module | None, alias: bool = True) -> None:
 
 
 def published_for_current_engine() -> Published | None:
-    """The trainer's model, if the engine that is being built loads from it.
-
-    Raises:
-        `RuntimeError`: it wants to, but no trainer runs in this process.
-    """
+    """The trainer's model, if the engine that is being built loads from it."""
     if get_current_vllm_config().load_config.load_format != LOAD_FORMAT:
         return None
     return _require_published()
@@ -144,11 +136,7 @@ def _require_published() -> Published:
 
 
 def fused_rows(tensors: list[torch.Tensor], names: list[str]) -> torch.Tensor:
-    """The one tensor whose consecutive row slices are `tensors`, without a copy.
-
-    Raises:
-        `RuntimeError`: they are not neighbours in one storage.
-    """
+    """The one tensor whose consecutive row slices are `tensors`, without a copy."""
     first, rows = tensors[0], 0
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -281,9 +269,6 @@ class Renaming:
 
         Args:
             known: names that exist there. Where it is given it decides between spellings that vLLM reads alike.
-
-        Raises:
-            `ValueError`: no spelling that its rules can be turned back to gives this name.
         """
         for mapper in reversed(self.mappers):
             spellings = list(_spellings(name, mapper))

@@ -83,11 +83,7 @@ class NF4Method(AdaptedMethod):
 
     @torch.no_grad()
     def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:
-        """Install the 4-bit weights of the trainer's `modules`, one per shard: the same tensors, or copies without `alias`.
-
-        Raises:
-            `ValueError`: the shards were quantized in different ways, or a shape is not the engine's.
-        """
+        """Install the 4-bit weights of the trainer's `modules`, one per shard: the same tensors, or copies without `alias`."""
         states = [module.weight.quant_state for module in modules]
         k = layer.input_size_per_partition
         shapes = [tuple(state.shape) for state in states]

@@ -54,11 +54,7 @@ def check_vllm_is_there() -> None:
 
 
 def check_vllm_version() -> None:
-    """Called before a model is loaded.
-
-    Raises:
-        `ImportError`: vLLM is missing, or older than any that the engine was written for.
-    """
+    """Called before a model is loaded."""
     check_vllm_is_there()
     version = installed_version()
     if Version(version) < Version(OLDEST_VLLM):
@@ -135,11 +131,6 @@ class CheckpointEngine:
         adapter: folder of a PEFT adapter. Completions end where those of its run did.
         arguments: further arguments of `vllm.LLM`. The prompts are text: a model that sees pictures is built without its tower, unless
             `language_model_only=False` is among them.
-
-    Raises:
-        `ImportError`: vLLM is not installed.
-        `ValueError`: the adapter's rank is larger than vLLM's slots can be.
-        `RuntimeError`: the adapter changes no log-probability.
     """
 
     def __init__(self, model: str, adapter: str | None = None, seed: int = 0, **arguments: Any) -> None:

@@ -80,11 +80,7 @@ class EngineOptions:
 
     @classmethod
     def current(cls) -> "EngineOptions":
-        """The options of the engine that is being built.
-
-        Raises:
-            `ValueError`: one that this process cannot do.
-        """
+        """The options of the engine that is being built."""
         config = get_current_vllm_config().additional_config
         options = cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
         if options.batch_invariant and not batch_invariant():
@@ -109,11 +105,7 @@ def _format_of(name: str, columns: int, selection: Selection, options: EngineOpt
 
 
 def _check_secret() -> None:
-    """A server for trainers without a secret would load its weights first, and refuse to start afterwards (endpoint.py).
-
-    Raises:
-        `RuntimeError`: says how to make one.
-    """
+    """A server for trainers without a secret would load its weights first, and refuse to start afterwards (endpoint.py)."""
     if get_current_vllm_config().parallel_config.worker_extension_cls == WORKER_EXTENSION:
         secret()
 
@@ -159,11 +151,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QeRLQuantizationConfig":
-        """From the `quantization_config` of a checkpoint.
-
-        Raises:
-            `ValueError`: anything but plain NVFP4 weights, in the trainer's own words.
-        """
+        """From the `quantization_config` of a checkpoint."""
         if config == {"quant_method": METHOD}:  # of a bf16 checkpoint (see isolation.py)
             return cls()
         return cls(parse_quantization_config(config, "quantization_config"))
@@ -199,11 +187,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
         return found
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of one layer; None for what vLLM should handle as if unquantized.
-
-        Raises:
-            `ValueError`: the shards of a fused layer disagree, or the layer is one we cannot serve.
-        """
+        """The method of one layer; None for what vLLM should handle as if unquantized."""
         shared = loader.published_for_current_engine()
         if isinstance(layer, VocabParallelEmbedding):
             return None if shared is None else EmbeddingMethod(deferred=shared.alias)

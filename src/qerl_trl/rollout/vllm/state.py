@@ -144,10 +144,6 @@ class RolloutState:
 
         Returns:
             Number of layers written.
-
-        Raises:
-            `ValueError`: a layer without buffers, a norm that vLLM's model does not have, another shape, values that are not finite. Nothing
-                has changed then.
         """
         found = self._checked(adapter, norms)
         received = received or update_fingerprint(adapter, norms)
@@ -164,11 +160,7 @@ class RolloutState:
         return len(adapter)
 
     def _checked(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """`bits` of what the adapter's buffers have to hold after this update.
-
-        Raises:
-            `ValueError`: it cannot be taken.
-        """
+        """`bits` of what the adapter's buffers have to hold after this update."""
         unknown = sorted(set(adapter) - set(self.slots))
         if unknown or not adapter:
             raise ValueError(
@@ -231,11 +223,7 @@ class RolloutState:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole weights, by the checkpoint's names, into vLLM's parameters. Noise in force stays in force, on top of them.
-
-        Raises:
-            [`RolloutError`]: they did not arrive.
-        """
+        """Copy whole weights, by the checkpoint's names, into vLLM's parameters. Noise in force stays in force, on top of them."""
         draw = self.draw
         self.clear_noise()
         came: list[tuple[str, torch.Tensor]] = []
@@ -283,9 +271,6 @@ class RolloutState:
 
         Args:
             names: canonical names of the norms, in a fixed order.
-
-        Raises:
-            `ValueError`: vLLM's model lacks one of the norms.
         """
         names = tuple(names)
         unknown = sorted(set(names) - set(self.norms))
@@ -317,11 +302,7 @@ class RolloutState:
 
     @torch.no_grad()
     def set_noise(self, draw: NoiseDraw) -> None:
-        """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone.
-
-        Raises:
-            As `check_draw`.
-        """
+        """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone."""
         self.check_draw(draw)
         assert self._clean is not None
         weights = self._weights()
@@ -335,12 +316,7 @@ class RolloutState:
         self.draw = draw
 
     def check_draw(self, draw: NoiseDraw) -> None:
-        """Whether `set_noise` takes it.
-
-        Raises:
-            `RuntimeError`: `remember_clean` was not called.
-            `ValueError`: sigma is not a standard deviation.
-        """
+        """Whether `set_noise` takes it."""
         if not (math.isfinite(draw.sigma) and draw.sigma >= 0):
             raise ValueError(
                 f"Noise of sigma {draw.sigma} was asked for; a standard deviation is finite and not negative. Nothing changed."

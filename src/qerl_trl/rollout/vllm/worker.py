@@ -131,9 +131,6 @@ class Receiver(ThreadingHTTPServer):
     Args:
         host: address to listen on.
         certificate, key: files for TLS, if the server has it.
-
-    Raises:
-        `OSError`: the port in the environment's `PORT` is taken.
     """
 
     def __init__(self, host: str, secret: str, certificate: str | None = None, key: str | None = None) -> None:
