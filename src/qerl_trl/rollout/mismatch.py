@@ -13,21 +13,18 @@ Shapes: B sequences, T tokens of a completion.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
-
-import torch
-
-from ..noise.callback import AQNCallback
-from ..support.trl import OnlineTrainer
-
-if TYPE_CHECKING:
-    from ..config import QeRLConfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, cast
 
+import torch
 from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
+
+from ..config import QeRLConfig
+from ..noise.callback import AQNCallback
+from ..support.trl import OnlineTrainer
 
 logger = logging.get_logger(__name__)
 Sampler = Literal["all", "top_p", "some", "reweighed"]
@@ -83,12 +80,12 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
             sampled = sampled[:count]
         elif (
             sampled is None or not trainer.args.use_vllm
-        ):  # what a rollout function returns without an engine nobody reads
+        ):  # nobody reads what a rollout function returns without an engine
             return None
     found = of_logps(trainer, trained, sampled, mask)
     ratio = rollout.get("importance_sampling_ratio")
     if ratio is not None:
-        args = cast("QeRLConfig", trainer.args)  # RLOO has no such correction and returns no ratio
+        args = cast(QeRLConfig, trainer.args)  # RLOO has no such correction and returns no ratio
         low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
         cut = truncated_fraction(ratio, mask, args.vllm_importance_sampling_mode, low, high)
         found = found._replace(truncated_fraction=trainer.accelerator.gather(cut).mean().item())
@@ -184,7 +181,7 @@ class MismatchWatch:
         found: Mismatch,
         step: int,
         noisy: bool,
-        bounds: tuple[float, float] = (0.0, 0.0),
+        bounds: tuple[float, float] = (0, 0),
         sampled_from: Sampler = "all",
     ) -> None:
         """Warn or stop.
@@ -192,7 +189,6 @@ class MismatchWatch:
         Args:
             noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
             bounds: of the gap, if the log-probabilities are right.
-            sampled_from: see [`sampler`].
         """
         if found.nan_logps:
             logger.warning(
@@ -276,18 +272,13 @@ def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
 _LOGPS, _IMAGES, _COUNT = 4, 6, 8
 
 
-def differs(aqn: AQNCallback | None) -> bool:
-    """Whether transformers samples from another policy than the one that is trained: noise in the rollout only."""
-    return aqn is not None and not aqn.engine and aqn.scope == "rollout" and aqn.sigma > 0
-
-
 def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple) -> tuple:
     """What TRL's `_generate` returned in training, with the log-probabilities of the noisy policy where it has none.
 
     Unchanged without noise, for vLLM and for RLOO. A rollout function's own log-probabilities are taken as they are.
     """
-    if len(generated) != _COUNT or aqn is None or not differs(aqn):
-        return generated
+    if len(generated) != _COUNT or aqn is None or aqn.engine or aqn.scope != "rollout" or not aqn.sigma > 0:
+        return generated  # not another policy than the one that is trained
     if generated[_LOGPS] is not None:
         trainer.use_vllm = True  # from here to the end of the batch; `corrected` puts it back
         return generated
@@ -297,7 +288,7 @@ def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple
         )
         return generated
     with aqn.noisy():
-        logps = _logps(trainer, generated[0], generated[1])
+        logps = _behaviour_logps(trainer, generated[0], generated[1])
     trainer.use_vllm = True
     return (*generated[:_LOGPS], logps, *generated[_LOGPS + 1 :])
 
@@ -361,7 +352,6 @@ def _behaviour_logps(
     size = trainer.args.per_device_train_batch_size
     options: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(trainer.model, options):
-        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, after[0].size(1), batch_size=size)[
-            0
-        ]
-    return [row[: len(tokens)].tolist() for row, tokens in zip(logps.float().cpu(), completions, strict=True)]
+        scored = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, after[0].size(1), batch_size=size)
+    logps = scored[0].float().cpu()
+    return [row[: len(tokens)].tolist() for row, tokens in zip(logps, completions, strict=True)]

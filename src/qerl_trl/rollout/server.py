@@ -1,6 +1,6 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-An update goes through memory that trainer and server share, or between hosts as one HTTP body (transport.py); noise goes as four numbers. The
+An update goes through memory that trainer and server share, or between hosts as one HTTP body (weights.py); noise goes as four numbers. The
 server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
 not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
 """
@@ -181,14 +181,7 @@ def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 class ServerEngine(Engine):
-    """A connection to a running server, checked against the trainer's model.
-
-    Args:
-        url: base URL of the server.
-        spec: what the server has to run.
-        model: the trainer's PEFT model.
-        timeout: seconds to wait for the server to answer at all.
-    """
+    """A connection to the server at `url`, checked against the trainer's PEFT model and its `spec`. Waits `timeout` seconds for an answer."""
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
         self.spec, self.url, self._model = spec, url, model
@@ -216,12 +209,11 @@ class ServerEngine(Engine):
 
     def _check(self) -> None:
         """Compare what the server runs with the trainer's model, and find out whether memory can be shared."""
-        name = ""
+        probe = None
         with contextlib.suppress(OSError):  # no /dev/shm
             probe = SharedMemory(1, torch.device("cpu"))
-            name = probe.name
         try:
-            ranks = self.client.call("qerl_describe", name)
+            ranks = self.client.call("qerl_describe", probe.name if probe else "")
             self._local, self._run = all(rank["same_host"] for rank in ranks), self.client.run
             if not self._local:
                 self.client.listen()
@@ -237,19 +229,16 @@ class ServerEngine(Engine):
         logger.info("Updates go to %s %s.", self.url, "through /dev/shm" if self._local else "over the network")
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        self._put(Update(adapter, norms))
+        self.put(Update(adapter, norms), reset=False)
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
-        return self._put(None, norms, draw)
-
-    def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
-        return self._put(update, noisy, draw, reset=True)
+        return self.put(None, norms, draw, reset=False)
 
     def reset_prefix_cache(self) -> None:
         self.client.reset_prefix_cache()
 
-    def _put(
-        self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None, reset: bool = False
+    def put(
+        self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None, reset: bool = True
     ) -> float | None:
         """One request, whatever changed; to a server that was restarted, the adapter too."""
         if update is not None:
@@ -307,7 +296,7 @@ class ServerEngine(Engine):
                 f"The server at {self.url} was restarted during a rollout, so its completions are not the trained policy's. Resume from the last "
                 "checkpoint."
             )
-        ranks = [Contents(a["received"], a["damaged"], _draw(a["draw"])) for a in answers]
+        ranks = [Contents(a["received"], a["damaged"], a["draw"] and NoiseDraw(*a["draw"])) for a in answers]
         first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
         if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
             damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
@@ -349,10 +338,6 @@ class ServerEngine(Engine):
         """Close the connections; the server keeps running."""
         self._layout, self._flat, self._memory = UpdateLayout(()), torch.empty(0, dtype=torch.uint8), None
         self.client.session.close()
-
-
-def _draw(key: Sequence[Any] | None) -> NoiseDraw | None:
-    return None if key is None else NoiseDraw(*key)
 
 
 def _is_loopback(url: str) -> bool:

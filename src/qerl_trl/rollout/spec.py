@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -126,16 +126,14 @@ class EngineSpec:
 
     def options(self) -> dict[str, Any]:
         """`additional_config` of the engine; rollout/vllm/quantization.py reads it."""
-        options: dict[str, Any] = {"base": self.base}
-        if self.adapter is not None:
-            options["adapter"] = dict(self.adapter)
-        if self.scale_rule is not None:
-            options["scale_rule"] = self.scale_rule
-        if self.ignore is not None:
-            options["ignore"] = list(self.ignore)
-        if self.batch_invariant:
-            options["batch_invariant"] = True
-        return {"qerl": options}
+        options = {
+            "base": self.base,
+            "adapter": self.adapter and dict(self.adapter),
+            "scale_rule": self.scale_rule,
+            "ignore": None if self.ignore is None else list(self.ignore),
+            "batch_invariant": self.batch_invariant or None,
+        }
+        return {"qerl": {name: value for name, value in options.items() if value is not None}}
 
     def llm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` in the trainer's process: TRL's, and ours. Memory and placement come on top.
@@ -164,10 +162,8 @@ class EngineSpec:
         }
 
     def serve_command(self, host: str = "127.0.0.1", port: int | None = None) -> str:
-        """The command that starts a server for this model, as one shell line. Placement may be added.
-
-        The trainer's secret (rollout/signature.py) has to be in its environment.
-        """
+        """The command that starts a server for this model, as one shell line. Placement may be added. The trainer's secret has to be in
+        its environment."""
         command = [f"{BATCH_INVARIANT}=1"] * self.batch_invariant + ["vllm", "serve", self.model]
         options: dict[str, Any] = {
             "revision": self.revision,
@@ -184,11 +180,9 @@ class EngineSpec:
             "model-impl": None if self.model_impl == "auto" else self.model_impl,
             "logprobs-mode": LOGPROBS_MODE,
             "max-logprobs": -1,
-            **{
-                name.replace("_", "-"): value for name, value in (FILES | (DELTA_NET if self.delta_net else {})).items()
-            },
-        }
-        command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+        } | FILES | (DELTA_NET if self.delta_net else {})  # fmt: skip
+        for name, value in options.items():
+            command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
         command += ["--language-model-only"] * self.text_only
         command += ["--trust-remote-code"] * self.trust_remote_code
         return shlex.join(command)
@@ -237,12 +231,11 @@ def check_servable(model: nn.Module) -> None:
     if not isinstance(config, LoraConfig):
         problems.append(f"{type(config).__name__}, not LoRA")
     else:
-        problems += [
-            f"{flag}={getattr(config, flag)!r}" for flag in ("use_dora", "lora_bias") if getattr(config, flag, False)
-        ]
+        own = vars(config)
+        problems += [f"{flag}={own[flag]!r}" for flag in ("use_dora", "lora_bias") if own[flag]]
         if changes_base(model):  # a server loads the base as it is stored
             problems.append(f"bias={config.bias!r} with init_lora_weights={config.init_lora_weights!r}")
-        problems += [name for name in ("trainable_token_indices", "target_parameters") if getattr(config, name, None)]
+        problems += [name for name in ("trainable_token_indices", "target_parameters") if own[name]]
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim != 1:
             problems.append(f"modules_to_save with {canonical_name(name)}")
@@ -251,9 +244,8 @@ def check_servable(model: nn.Module) -> None:
     layers = [canonical_name(name) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if towers := [name for name in layers if in_tower(name)]:
         tower = next(part for part in towers[0].split(".") if in_tower(part))
-        problems.append(
-            f"an adapter on {len(towers)} layers of a tower for pictures (set exclude_modules={pattern_of([tower])!r})"
-        )
+        remedy = f"set exclude_modules={pattern_of([tower])!r}"
+        problems.append(f"an adapter on {len(towers)} layers of a tower for pictures ({remedy})")
     if problems:
         raise ValueError(
             f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on linear target modules (norms may be in modules_to_save), "
@@ -273,11 +265,8 @@ def check_vocabulary(model: nn.Module) -> None:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers of a model, packed or dense, under adapters or not, by canonical name."""
-    return {
-        canonical_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and ".lora_" not in name
-    }
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {canonical_name(name): module for name, module in found.items() if ".lora_" not in name}
 
 
 def short_names(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
@@ -300,18 +289,12 @@ def adapter_buffers(model: nn.Module) -> dict[str, Any]:
 
 def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Norms that are trained (`modules_to_save`), by canonical name."""
-    adapter = active_adapter(model)
-    return {
-        canonical_name(name): module.modules_to_save[adapter]
-        for name, module in model.named_modules()
-        if isinstance(module, ModulesToSaveWrapper)
-        and module.original_module.weight.ndim == 1
-        and adapter in module.modules_to_save
-    }
-
-
-#: the columns in which TRL looks for pictures
-COLUMNS = ("image", "images")
+    adapter, norms = active_adapter(model), {}
+    for name, module in model.named_modules():
+        wrapped = isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim == 1
+        if wrapped and adapter in module.modules_to_save:
+            norms[canonical_name(name)] = module.modules_to_save[adapter]
+    return norms
 
 
 def pictures_may_come(trainer: Any, processing_class: Any) -> bool:
@@ -329,17 +312,12 @@ def pictures_may_come(trainer: Any, processing_class: Any) -> bool:
     return not all(_of_text(rows) for rows in data if rows is not None)
 
 
-def columns_of(data: Any) -> list[str]:
-    """Those of `data` in which pictures come."""
-    return sorted(set(COLUMNS) & set(getattr(data, "column_names", None) or ()))
-
-
 def _of_text(data: Any) -> bool:
     """Whether the prompts are known to be text: one each, or messages whose content is a text, not a list of parts."""
     features = getattr(data, "features", None)
-    if not hasattr(data, "__len__") or not isinstance(features, Mapping) or "prompt" not in features:
+    if not isinstance(data, Sized) or not isinstance(features, Mapping) or "prompt" not in features:
         return False
-    if columns_of(data) or getattr(data, "format", {}).get("type") == "custom":
+    if {"image", "images"} & {*features} or getattr(data, "format", {}).get("type") == "custom":
         return False
     prompt = features["prompt"]
     messages = prompt[0] if isinstance(prompt, list) else getattr(prompt, "feature", prompt)

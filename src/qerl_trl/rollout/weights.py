@@ -25,12 +25,7 @@ from torch import nn
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
 from .engine import AdapterTensors, Engine, RolloutError, Update, bits, changes, fingerprint, not_finite
-from .spec import (
-    active_adapter,
-    check_servable,
-    rollout_layers,
-    trained_norms,
-)
+from .spec import active_adapter, check_servable, rollout_layers, trained_norms
 
 #: makes the whole tensors of sharded parameters available while it is open
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
@@ -47,12 +42,8 @@ class Trained(ABC):
     def put(
         self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
     ) -> tuple[str, float | None]:
-        """Copy it into the engine, and put the noise of `draw` on its norms `noisy`, where there is a draw; as `Engine.put`. Collective where
-        parameters are sharded.
-
-        Returns:
-            Fingerprint of what was put, and what `Engine.put` gave.
-        """
+        """Copy it into the engine, and put the noise of `draw` on its norms `noisy`, where there is a draw; the fingerprint of what was put, and
+        the answer of `Engine.put`. Collective where parameters are sharded."""
 
     @abstractmethod
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
@@ -64,7 +55,7 @@ class Trained(ABC):
 
     def stamp(self) -> str:
         """Another one after a change of what this process holds, however it was made: an update, a load, a copy into it. By sums of each tensor
-        (sums.py), which may stay as they are where values only change places within one tensor."""
+        , which may stay as they are where values only change places within one tensor."""
         parameters = self.parameters()
         return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
 
@@ -207,14 +198,10 @@ def checksum(tensor: torch.Tensor) -> list[int]:
     ]
 
 
-def packed_summary(packed: torch.Tensor, scale: torch.Tensor, divisor: float) -> WeightSummary:
-    """Of packed (N, K/2), block scales (N, K/16) and the global scale."""
-    return WeightSummary("nvfp4", packed.numel(), [*checksum(packed), *checksum(scale)], divisor)
-
-
-def plain_summary(kind: str, weight: torch.Tensor) -> WeightSummary:
-    """Of a weight that is not packed; norms as float32, whatever dtype either side keeps them in."""
-    return WeightSummary(kind, weight.numel(), checksum(weight.float() if kind == "norm" else weight))
+def summary(kind: str, *parts: torch.Tensor, divisor: float = 0.0) -> WeightSummary:
+    """Of a weight, or of packed (N, K/2) and block scales (N, K/16); norms as float32, whatever dtype either side keeps them in."""
+    sums = [value for part in parts for value in checksum(part.float() if kind == "norm" else part)]
+    return WeightSummary(kind, parts[0].numel(), sums, divisor)
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -224,11 +211,8 @@ _BLOCK = 2**16
 
 @dataclass(frozen=True)
 class UpdateLayout:
-    """The tensors of an update in order: (kind, name, dtype, shape) each; float32 before 16 bits, so that all are aligned.
-
-    Args:
-        entries: kind is "a" (r, K), "b" (N, r) or "norm" (K,); dtype a name of `torch`'s.
-    """
+    """The tensors of an update in order: (kind, name, dtype, shape) each, kind "a" (r, K), "b" (N, r) or "norm" (K,). Float32 comes before 16
+    bits, so that all are aligned."""
 
     entries: tuple[tuple[str, str, str, tuple[int, ...]], ...]
 
@@ -265,8 +249,7 @@ class UpdateLayout:
 
     @cached_property
     def _latest(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """The latest buffer and its views, hundreds, which every update in the same buffer needs."""
-        return []
+        return []  # the latest buffer and its views, hundreds, which every update in the same buffer needs
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer: uint8 (nbytes,), whose bytes they share."""
@@ -305,13 +288,8 @@ def checksum_of(flat: torch.Tensor) -> str:
 
 
 class SharedMemory:
-    """A file in `/dev/shm` that only this user may open, mapped as `data`, uint8 (size,), and pinned for a GPU.
-
-    Python's `multiprocessing.shared_memory` would remove it when either process ends.
-
-    Args:
-        name: of memory that another process made; new memory under a random name by default.
-    """
+    """A file in `/dev/shm` that only this user may open, mapped as `data`, uint8 (size,), and pinned for a GPU. `name` is that of memory made by
+    another process, which Python's `multiprocessing.shared_memory` would remove when either one ends."""
 
     def __init__(self, size: int, device: torch.device, name: str | None = None) -> None:
         self.size, self.name = size, name or f"qerl-{secrets.token_hex(16)}"
@@ -328,12 +306,10 @@ class SharedMemory:
             weakref.finalize(self, _unpin, self.data)
 
     def unlink(self) -> None:
-        """Remove the file; processes that have mapped it keep the memory, and a SIGKILL leaves nothing behind."""
-        _unlink(self.name)
+        _unlink(self.name)  # processes that have mapped it keep the memory, and a SIGKILL leaves nothing behind
 
     @staticmethod
     def is_here(name: str) -> bool:
-        """Whether this process can open the memory."""
         return bool(name) and os.access(_path(name), os.R_OK | os.W_OK)
 
 
@@ -349,11 +325,11 @@ def _unlink(name: str) -> None:
 
 
 def _pin(data: torch.Tensor) -> bool:
-    pinned = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0
-    if not pinned:  # CUDA keeps the error for the next kernel launch
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda").add_(1)
-    return pinned
+    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel launch
+        torch.zeros(1, device="cuda").add_(1)
+    return False
 
 
 def _unpin(data: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from qerl_nvfp4 import ops, reference
 from qerl_trl.nvfp4.format import quantize
 from qerl_trl.rollout.vllm import compile_ahead
 from qerl_trl.rollout.vllm.linear import NVFP4Method
-from qerl_trl.rollout.weights import packed_summary
+from qerl_trl.rollout.weights import summary
 
 N, RANK, SPLITS = 192, 16, [128, 64]
 
@@ -57,8 +57,8 @@ def test_a_product_and_a_digest_do_not_see_where_rows_lie(K):
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-3)
     for rows in (slice(0, 128), slice(128, 192)):
         divisor = float(global_scale)
-        mine = packed_summary(packed[rows], scale[rows], divisor)
-        assert packed_summary(layer.weight_packed[rows], layer.weight_scale[rows], divisor) == mine
+        mine = summary("nvfp4", packed[rows], scale[rows], divisor=divisor)
+        assert summary("nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=divisor) == mine
 
 
 def test_a_replicated_layer_is_whole_on_every_rank():

@@ -1,7 +1,10 @@
 """Worker extension for `vllm serve`: takes the adapter and the noise of each step, on every tensor-parallel rank.
 
-`EngineSpec.serve_command` (rollout/spec.py) gives the command that starts a server with it. vLLM mixes this class into its worker, and the
-endpoint in front of the server (endpoint.py) calls its methods for the trainer. Arguments are text; nothing is unpickled.
+`EngineSpec.serve_command` gives the command that starts a server with it. vLLM mixes `QeRLWorkerExtension` into its worker. `RolloutEndpoint`, an
+ASGI middleware in front of the server, asks for the trainer's secret and calls these methods. Arguments are text; nothing is unpickled.
+
+Open to everybody are `/health` and `/metrics`. With the secret come vLLM's own paths, and two for the trainer: `CALL` runs a method of the
+worker extension on every rank and resets the prefix cache, `LISTEN` opens the port for updates from another host.
 """
 
 import functools
@@ -23,14 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from ...noise.generator import sample as noise_sample
 from ...noise.hooks import NoiseDraw
 from ..engine import CALL, LISTEN, MESSAGE_TIMEOUT, PORT, is_allowed, secret
-from ..weights import (
-    SharedMemory,
-    UpdateLayout,
-    WeightSummary,
-    checksum_of,
-    packed_summary,
-    plain_summary,
-)
+from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
 from .linear import DenseMethod
 from .state import RolloutState
 
@@ -71,7 +67,7 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_describe(self, name: str) -> dict:
-        """What this rank holds (handshake.py), without the noise of an earlier run, and whether it can open the shared memory `name`."""
+        """What this rank holds ([`describe`]), without the noise of an earlier run, and whether it can open the shared memory `name`."""
         if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
             raise ValueError(
                 f"--data-parallel-size {engines} makes {engines} engines, and vLLM passes on the answers of the first only, so an update that "
@@ -126,12 +122,8 @@ class QeRLWorkerExtension:
 
 
 class Receiver(ThreadingHTTPServer):
-    """Takes updates from a trainer on another host, as the body of a PUT, and answers with the name of the memory that holds it.
-
-    Args:
-        host: address to listen on.
-        certificate, key: files for TLS, if the server has it.
-    """
+    """Takes updates from a trainer on another host, as the body of a PUT, and answers with the name of the memory that holds it. Listens on
+    address `host`; `certificate` and `key` are files for TLS."""
 
     def __init__(self, host: str, secret: str, certificate: str | None = None, key: str | None = None) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -171,22 +163,22 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
         start = sum(layer.qerl_splits[:shard])
         rows = slice(start, start + layer.qerl_splits[shard])
         if isinstance(layer.quant_method, DenseMethod):
-            weights[name] = plain_summary("dense", layer.weight[rows])
+            weights[name] = summary("dense", layer.weight[rows])
         else:
             divisor = layer.weight_global_scale.flatten()
             divisor = divisor[start] if divisor.numel() > 1 else divisor[0]
-            weights[name] = packed_summary(layer.weight_packed[rows], layer.weight_scale[rows], float(divisor))
+            weights[name] = summary(
+                "nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=float(divisor)
+            )
         if getattr(layer, "bias", None) is not None:
-            weights[f"{name}.bias"] = plain_summary("bias", layer.bias[rows])
+            weights[f"{name}.bias"] = summary("bias", layer.bias[rows])
     for name, module in state.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
             # vLLM pads the vocabulary with zeros, which add nothing to the sums
             weight = module.get_parameter("weight")
-            summary = plain_summary("embedding", weight)
-            weights[state.original(name)] = summary._replace(
-                numel=module.shard_indices.num_org_elements * weight.shape[1]
-            )
-    weights |= {name: plain_summary("norm", weight) for name, weight in state.clean_norms().items()}
+            count = module.shard_indices.num_org_elements * weight.shape[1]
+            weights[state.original(name)] = summary("embedding", weight)._replace(numel=count)
+    weights |= {name: summary("norm", weight) for name, weight in state.clean_norms().items()}
     options = config.additional_config if isinstance(config.additional_config, dict) else {}
     return {
         "weights": weights,
@@ -206,7 +198,7 @@ logger = logging.getLogger("uvicorn.error")  # ours is not shown by vLLM
 
 
 class RolloutEndpoint:
-    """See the module; `app` is vLLM's application."""
+    """Middleware of `vllm serve` around its application `app`."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app, self._secret = app, secret()
