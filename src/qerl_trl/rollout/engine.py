@@ -2,7 +2,7 @@
 
 | implementation | where | when |
 |---|---|---|
-| `InProcessEngine` | vllm/in_process.py | colocate mode: vLLM in this process, its weights shared with the trainer |
+| `InProcessEngine` | vllm/engine.py | colocate mode: vLLM in this process, its weights shared with the trainer |
 | `ServerEngine` | server.py | server mode, main process: `vllm serve` with our plugin |
 | `RankWithoutEngine` | here | server mode, every other process: takes part where the main process asks the server |
 
@@ -28,7 +28,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from ..noise.hooks import NoiseDraw
 
-#: the server's paths for the trainer alone (vllm/endpoint.py): a method of the worker extension, and the port for updates from another host
+#: the server's paths for the trainer alone (vllm/worker.py): a method of the worker extension, and the port for updates from another host
 CALL, LISTEN = "/qerl/call", "/qerl/listen"
 #: the worker extension
 WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
@@ -138,7 +138,7 @@ class Completion(NamedTuple):
 class Contents(NamedTuple):
     """What an engine computes with.
 
-    received: fingerprint (wire.py) of the latest update that it took, None before the first.
+    received: fingerprint of the latest update that it took, None before the first.
     damaged: names of the adapter buffers that do not hold what was put there.
     draw: the noise in force, None before the first.
     """
@@ -271,6 +271,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LANES = {1: 2, 2: 4, 4: 2, 8: 1}
 #: elements that are summed at a time: PyTorch writes each of them as 8 bytes first
 _AT_ONCE = 2**24
+
+
+# Sums of tensors read as integers are exact, whatever the order. On a GPU of our kernels, all tensors are read in one launch.
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

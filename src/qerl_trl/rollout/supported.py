@@ -54,16 +54,11 @@ def check_generation(args: QeRLConfig | QeRLRLOOConfig) -> None:
         if own is not None:
             said = 1 if own == "num_generations" else getattr(args, own)
             if value not in (None, said) and not (own == "max_completion_length" and value < said):
-                logger.warning(
-                    "generation_kwargs={%r: %r} overrides %s=%r, by which completions are planned and scored. Set %s instead.",
-                    *(name, value, own, getattr(args, own), own),
-                )
+                said = "generation_kwargs={%r: %r} overrides %s=%r, by which completions are planned and scored. Set %s instead."
+                logger.warning(said, name, value, own, getattr(args, own), own)
         elif name in _OTHER_POLICY and value not in (None, _OTHER_POLICY[name]):
-            logger.warning(
-                "generation_kwargs={%r: %r} draws completions from another policy than the one they are scored with. Leave it out.",
-                name,
-                value,
-            )
+            said = "generation_kwargs={%r: %r} draws completions from another policy than the one they are scored with. Leave it out."
+            logger.warning(said, name, value)
 
 
 def check_options(args: QeRLConfig | QeRLRLOOConfig) -> None:

@@ -5,7 +5,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,11 +29,7 @@ from .state import RolloutState
 
 
 class SharedLLM(LLM):
-    """vLLM's `LLM` as one of the shards of an engine that several processes ask alike.
-
-    Args:
-        group: these processes; None where this one has a whole engine.
-    """
+    """vLLM's `LLM` as one of the shards of an engine that the processes of `group` ask alike; None: this one has a whole engine."""
 
     def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
         self._group = group
@@ -62,10 +58,8 @@ class SharedLLM(LLM):
 
 @contextmanager
 def same_generator(group: "torch.distributed.ProcessGroup | None") -> Iterator[None]:
-    """Let all processes of `group` draw what the first one draws; the others keep their own generator for afterwards.
-
-    Each shard samples the whole batch, from its process's generator, which dropout and reward models move apart. Collective.
-    """
+    """Let all processes of `group` draw what the first one draws: each shard samples the whole batch, from its process's generator, which dropout
+    and reward models move apart. Collective."""
     if group is None:
         yield
         return
@@ -80,11 +74,9 @@ def same_generator(group: "torch.distributed.ProcessGroup | None") -> Iterator[N
 
 
 class InProcessEngine(Engine):
-    """vLLM's `LLM` in this process, built from the trainer's tensors.
+    """vLLM's `LLM` in this process, built from the trainer's `model`.
 
     Args:
-        model: the trainer's model.
-        spec: what the engine has to compute.
         share: whether vLLM reads the trainer's tensors; otherwise it gets a copy.
         sleeps: whether `sleep` frees memory: the KV cache, and a copy of the weights with it.
         group: processes that share this engine (tensor parallelism), all of which call it with their own prompts.
@@ -218,30 +210,18 @@ def engine_model(llm: LLM) -> nn.Module:
 
 
 def _parameters(sampling: Sampling, index: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=None if sampling.seed is None else sampling.seed + index,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0,
-        detokenize=False,
-    )
+    seed = None if sampling.seed is None else sampling.seed + index
+    own = vars(sampling) | {"seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
+    return SamplingParams(**own, logprobs=0, detokenize=False)
 
 
 def _completion(output: RequestOutput) -> Completion:
     (sequence,) = output.outputs
-    tokens = list(sequence.token_ids)
-    logps = []
-    for step, token in zip(sequence.logprobs or (), tokens, strict=True):
-        assert step is not None, "logprobs=0 asks for the sampled token's"
-        logps.append(step[token].logprob)
-    return Completion(tokens, logps)
-
-
-_BACKEND = ".transformers"
+    tokens, logps = (
+        list(sequence.token_ids),
+        cast(Sequence[Any], sequence.logprobs or ()),
+    )  # logprobs=0: the sampled token's
+    return Completion(tokens, [step[token].logprob for step, token in zip(logps, tokens, strict=True)])
 
 
 def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,11 +241,12 @@ def _runs_transformers(config: PretrainedConfig, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
     known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
-    return all(getattr(model, "module_name", _BACKEND).endswith(_BACKEND) for model in known)
+    return all(getattr(model, "module_name", ".transformers").endswith(".transformers") for model in known)
 
 
 def isolated(config: PretrainedConfig) -> PretrainedConfig:
-    """`config`, of a type for which `AutoModel` builds a subclass of what it would build."""
+    """`config`, of a type for which `AutoModel` builds a subclass of what it would build: vLLM's Transformers backend decorates the class in place
+    for torch.compile, which in this process is the trainer's."""
     text = config.get_text_config()
     # vLLM also asks with a configuration of no model, and may ask twice
     if type(text) in MODEL_MAPPING and type(text).__module__ != __name__:
@@ -290,10 +271,10 @@ _TAG = "kv_cache"
 
 
 class KVOnlyBackend(CuMemBackend):
-    """Unmaps the KV cache; every other allocation keeps its address and content."""
+    """Unmaps the KV cache; every other allocation keeps its address and content. vLLM's own levels unmap everything, what is shared with the
+    trainer included."""
 
     def suspend(self, level: int = 1) -> None:
-        """Free the KV cache, at any `level`."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         allocator: Any = get_mem_allocator_instance()  # its interface has changed between versions
@@ -312,8 +293,7 @@ class KVOnlyBackend(CuMemBackend):
         torch.cuda.empty_cache()
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Map the KV cache again. Never everything: 0.25's allocator would map what is awake a second time."""
-        super().resume([_TAG])
+        super().resume([_TAG])  # never everything: 0.25's allocator would map what is awake a second time
 
 
 def use_kv_only_sleep(llm) -> None:

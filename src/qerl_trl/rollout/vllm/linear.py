@@ -10,7 +10,6 @@ padded rank.
     adapter_a (S*r, K), adapter_b (N, r) with alpha/r folded in; shard i uses rows i*r:(i+1)*r of adapter_a
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +123,6 @@ class AdaptedMethod(LinearMethodBase):
         self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
         self._create(layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader)
 
-    @abstractmethod
     def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         """Create the weights of a layer of K = `k`, whose shards have `widths` rows on this rank."""
 

@@ -140,11 +140,8 @@ def fused_rows(tensors: list[torch.Tensor], names: list[str]) -> torch.Tensor:
     first, rows = tensors[0], 0
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if (
-            not same
-            or not tensor.is_contiguous()
-            or tensor.storage_offset() != first.storage_offset() + rows * first.stride(0)
-        ):
+        start = first.storage_offset() + rows * first.stride(0)
+        if not same or not tensor.is_contiguous() or tensor.storage_offset() != start:
             raise RuntimeError(
                 f"The trainer's {names} are not consecutive slices of one storage, so vLLM cannot read them as one layer: something moved the model "
                 "after it was loaded. Pass share_weights=False."
@@ -229,9 +226,8 @@ class TrainerLoader(BaseModelLoader):
         if source.shape == layer.weight.shape and source.dtype == layer.weight.dtype:
             layer.weight = Parameter(source.data, requires_grad=False)
             return {f"{name}.weight"}
-        padded = torch.zeros(
-            layer.weight.shape, dtype=layer.weight.dtype, device=source.device
-        )  # vLLM pads the vocabulary
+        # vLLM pads the vocabulary
+        padded = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device=source.device)
         padded[: source.shape[0]].copy_(source)
         layer.weight = Parameter(padded, requires_grad=False)
         return {f"{name}.weight"}
@@ -256,7 +252,9 @@ class Mapper(Protocol):
 
 @dataclass
 class Renaming:
-    """How one engine names its layers: the mappers of its model classes, outermost first."""
+    """How one engine names its layers: the mappers of its model classes, outermost first. vLLM fuses layers and renames modules; ignore lists,
+    adapters and the trainer's modules go by transformers' names, into which names are translated here. An entry of an ignore list
+    cannot be translated the other way: it may be a pattern."""
 
     mappers: list[Mapper] = field(default_factory=list)
 
@@ -265,11 +263,7 @@ class Renaming:
             self.mappers.append(mapper)
 
     def original(self, name: str, known: Collection[str] = ()) -> str:
-        """The name in transformers of vLLM's layer `name`.
-
-        Args:
-            known: names that exist there. Where it is given it decides between spellings that vLLM reads alike.
-        """
+        """The name in transformers of vLLM's layer `name`. `known` names decide between spellings that vLLM reads alike."""
         for mapper in reversed(self.mappers):
             spellings = list(_spellings(name, mapper))
             if not spellings:

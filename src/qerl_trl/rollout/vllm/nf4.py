@@ -8,7 +8,6 @@ Per shard the tensors are, in this order: packed, absmax, code; with double quan
 capture all of this is kernels on the current stream and allocations from PyTorch's pool.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,12 +73,7 @@ register_operator(
 
 @register_weight_loader_v2_supported_method
 class NF4Method(AdaptedMethod):
-    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them. arms.py refuses tensor parallelism."""
-
-    def _create(
-        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
-    ) -> None:
-        """Nothing: the loader installs them."""
+    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them. supported.py refuses tensor parallelism."""
 
     @torch.no_grad()
     def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:

@@ -45,10 +45,6 @@ _ADVICE = (
 
 
 def check_vllm_is_there() -> None:
-    """
-    Raises:
-        `ImportError`: vLLM is missing.
-    """
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(f"use_vllm=True, but vLLM is not installed. {_ADVICE}")
 
@@ -99,10 +95,7 @@ _KERNELS = ("vllm._C_stable_libtorch", "vllm._C")
 
 
 def import_vllm() -> None:
-    """
-    Raises:
-        `ImportError`: vLLM, or its CUDA kernels, cannot be loaded; names the versions and the remedy.
-    """
+    """Import vLLM with what it has compiled. Raises `ImportError` with the versions and the remedy."""
     try:
         importlib.import_module("vllm.entrypoints.llm")
         compiled = next((name for name in _KERNELS if importlib.util.find_spec(name)), None)
@@ -111,9 +104,6 @@ def import_vllm() -> None:
     except Exception as error:
         raise broken_vllm(error) from error
 
-
-if __name__ == "__main__":
-    import_vllm()
 
 #: what vLLM takes as `max_lora_rank`
 _SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)
@@ -176,7 +166,7 @@ class CheckpointEngine:
 
     def chat(
         self,
-        prompts: list[list[Any]],
+        prompts: list[list],
         temperature: float,
         top_p: float,
         max_tokens: int,
@@ -196,3 +186,7 @@ class CheckpointEngine:
         sampling = [SamplingParams(**common, stop_token_ids=ends, seed=seed + i) for i in range(len(prompts))]
         outputs = self.llm.chat(prompts, sampling, lora_request=self.request, **template)
         return [output.outputs[0].text for output in outputs]
+
+
+if __name__ == "__main__":  # ends with 1 and the reason where vLLM cannot be loaded
+    import_vllm()

@@ -79,13 +79,7 @@ class _Slot:
 
 
 class RolloutState:
-    """The mutable part of a vLLM model that was built by our method.
-
-    Args:
-        model (`nn.Module`): vLLM's model of this rank.
-        renaming: from vLLM's names to transformers'.
-        known: names of the trainer's modules, where they are known.
-    """
+    """The mutable part of this rank's vLLM model that was built by our method. `known`: the trainer's modules, where they are known."""
 
     def __init__(self, model: Any, renaming: Renaming | None = None, known: Collection[str] = ()) -> None:
         self.model = model
@@ -97,11 +91,9 @@ class RolloutState:
                 self.shards |= {name: (layer, shard) for shard, name in enumerate(method.names)}
         self.slots = {name: _Slot(*place) for name, place in self.shards.items() if place[0].adapter_a is not None}
         #: the adapter's buffers by name
-        self._halves = [
-            (f"{name}.lora_{half}", part)
-            for name, slot in self.slots.items()
-            for half, part in (("A", slot.a_RK), ("B", slot.b_NR))
-        ]
+        self._halves: list[tuple[str, torch.Tensor]] = []
+        for name, slot in self.slots.items():
+            self._halves += [(f"{name}.lora_A", slot.a_RK), (f"{name}.lora_B", slot.b_NR)]
         self.renaming, self._known = renaming or Renaming(), known
         self.norms: dict[str, Any] = find_norms(model, self.original)
         self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
@@ -112,7 +104,6 @@ class RolloutState:
         self._bits = dict.fromkeys((name for name, _ in self._halves), 0)
 
     def original(self, name: str) -> str:
-        """The name in transformers of a module of vLLM's model."""
         return self.renaming.original(name, self._known)
 
     # ------------------------------------------------------------------ what is there
@@ -136,15 +127,9 @@ class RolloutState:
     def load_adapter(
         self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], received: str | None = None
     ) -> int:
-        """Copy an adapter into the buffers, and new clean weights into trained norms. Layers that have buffers but are not in `adapter`
-        become zero; noise in force stays in force, on top of the norms.
-
-        Args:
-            received: what `contents` shall call this update, by default its fingerprint.
-
-        Returns:
-            Number of layers written.
-        """
+        """Copy an adapter into the buffers, and new clean weights into trained norms; the number of layers written. Layers that have buffers but
+        are not in `adapter` become zero; noise in force stays in force, on top of the norms. `received` is the update's name in `contents`, by
+        default its fingerprint."""
         found = self._checked(adapter, norms)
         received = received or update_fingerprint(adapter, norms)
         for group in self._groups(adapter):
@@ -179,7 +164,6 @@ class RolloutState:
         if problems:
             raise ValueError(_refusal(problems))
         buffer = next(iter(self.slots.values())).a_RK
-        halves = [name for name, _ in self._halves]
         parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
         factors = [factor for t in adapter.values() for factor in (1.0, t.scaling)]
         found, finite = rounded(parts, factors, buffer)
@@ -188,12 +172,11 @@ class RolloutState:
         bad += [name for name, good in zip(came, finite.tolist(), strict=True) if not good]
         if bad:
             raise ValueError(_refusal([f"{name} holds NaN or infinity" for name in bad]))
-        return dict.fromkeys(halves, 0) | dict(zip(came, found.tolist(), strict=True))
+        return dict.fromkeys(self._bits, 0) | dict(zip(came, found.tolist(), strict=True))
 
     def _groups(self, adapter: Mapping[str, AdapterTensors]) -> Iterator[list[str]]:
         """The adapter's layers, as many at a time as are small together."""
-        group: list[str] = []
-        size = 0
+        group, size = list[str](), 0
         for name, tensors in adapter.items():
             group.append(name)
             size += tensors.a.numel() + tensors.b.numel()
@@ -267,11 +250,7 @@ class RolloutState:
 
     @torch.no_grad()
     def remember_clean(self, names: Iterable[str]) -> None:
-        """Declare which norms carry noise, and keep clean copies of them. Noise is off afterwards.
-
-        Args:
-            names: canonical names of the norms, in a fixed order.
-        """
+        """Declare which norms carry noise, by canonical names in a fixed order, and keep clean copies. Noise is off afterwards."""
         names = tuple(names)
         unknown = sorted(set(names) - set(self.norms))
         if unknown or not names:
