@@ -60,11 +60,8 @@ def changes(tensors: Iterable[torch.Tensor]) -> str:
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Of tensors by name, in order; reads each once and waits for the device once."""
-    names, tensors = [], []
-    for name, tensor in named:
-        names.append(name)
-        tensors.append(tensor)
-    return _digest(names, all_bits(tensors))
+    found = list(named)
+    return _digest([name for name, _ in found], all_bits([tensor for _, tensor in found]))
 
 
 def _digest(names: list[str], sums: torch.Tensor) -> str:
@@ -91,13 +88,9 @@ class Update:
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Names of the tensors that hold NaN or infinity; waits for the device once."""
-    names, tensors = [], []
-    for name, tensor in named:
-        names.append(name)
-        tensors.append(tensor.detach())
-    if not names:
-        return []
-    return [name for name, good in zip(names, all_finite(tensors).tolist(), strict=True) if not good]
+    found = [(name, tensor.detach()) for name, tensor in named]
+    finite = all_finite([tensor for _, tensor in found]).tolist() if found else []
+    return [name for (name, _), good in zip(found, finite, strict=True) if not good]
 
 
 class RolloutError(RuntimeError):
@@ -154,18 +147,12 @@ class Engine(ABC):
     @abstractmethod
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
         """Replace the adapter, by canonical layer names, and the clean weights of the trained norms. Layers that are not named have no
-        adapter afterwards; noise in force stays in force, on top of the norms.
-
-        Raises:
-            `RuntimeError`, `ValueError`: the engine cannot take it; it then computes with what it had before, to the last bit.
-        """
+        adapter afterwards; noise in force stays in force, on top of the norms. Raises `RuntimeError` or `ValueError` where the engine cannot take it;
+        it then computes with what it had before, to the last bit."""
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace weights of a model that is trained without an adapter, by canonical names. Noise in force stays in force.
-
-        Raises:
-            [`RolloutError`]: the engine does not compute with them afterwards, or cannot take any.
-        """
+        """Replace weights of a model that is trained without an adapter, by canonical names. Noise in force stays in force. Raises
+        [`RolloutError`] where the engine does not compute with them afterwards, or cannot take any."""
         raise RolloutError(
             f"{type(self).__name__} takes adapters only. Train every weight with vllm_mode='colocate' or use_vllm=False."
         )
@@ -173,28 +160,15 @@ class Engine(ABC):
     @abstractmethod
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         """Put the noise of `draw` on `norms` (canonical names, always the same ones); sigma 0 restores every bit.
-
-        Returns:
-            The rms of what was added to the weights that the engine computes with; None where this process has no engine.
-        """
+        Returns the rms of what was added to the weights that the engine computes with; None where this process has no engine."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget cached attention states.
-
-        Raises:
-            [`RolloutError`]: the engine refused.
-        """
+        """Forget cached attention states. Raises [`RolloutError`] where the engine refuses."""
 
     def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
         """`put_adapter`, where there is an update; then `set_noise` on the norms `noisy`, where there is a draw; then `reset_prefix_cache`.
-
-        Returns:
-            As `set_noise`; None without a draw.
-
-        Raises:
-            As these. An update or a draw that is refused has changed nothing.
-        """
+        Returns as `set_noise`; None without a draw. An update or a draw that is refused has changed nothing."""
         if update is not None:
             self.put_adapter(update.adapter, update.norms)
         effective = None if draw is None else self.set_noise(noisy, draw)
@@ -217,11 +191,7 @@ class Engine(ABC):
         """Give memory back that only generation needs. No other method but `wake` and `close` may be called until `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Undo `sleep`. Does nothing when awake.
-
-        Raises:
-            [`RolloutError`]: other weights came back than went to sleep.
-        """
+        """Undo `sleep`; nothing when awake. Raises [`RolloutError`] where other weights came back than went to sleep."""
 
     @abstractmethod
     def close(self) -> None:

@@ -152,15 +152,12 @@ class RolloutState:
                 f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM ({unknown[:4]}). Give the engine the "
                 "adapter's own target modules."
             )
-        unknown = sorted(set(norms) - set(self.norms))
-        if unknown:
+        if unknown := sorted(set(norms) - set(self.norms)):
             raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
         problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
-        problems += [
-            f"{name} came as {tuple(weight.shape)}, and is {tuple(self.norms[name].weight.shape)}"
-            for name, weight in norms.items()
-            if weight.shape != self.norms[name].weight.shape
-        ]
+        for name, weight in norms.items():
+            if weight.shape != (own := self.norms[name].weight.shape):
+                problems.append(f"{name} came as {tuple(weight.shape)}, and is {tuple(own)}")
         if problems:
             raise ValueError(_refusal(problems))
         buffer = next(iter(self.slots.values())).a_RK
