@@ -61,27 +61,38 @@ def check_generation(args: QeRLConfig | QeRLRLOOConfig) -> None:
             logger.warning(said, name, value)
 
 
+def _refuse(*wrong: tuple[Any, str]) -> None:
+    """Raise the first text whose condition holds."""
+    for condition, text in wrong:
+        if condition:
+            raise ValueError(text)
+
+
 def check_options(args: QeRLConfig | QeRLRLOOConfig) -> None:
     """Refuse combinations of options that no engine can run."""
     check_generation(args)
-    if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
-        raise ValueError(
-            f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot work: only NVFP4 in vLLM has such "
-            "kernels. Pass use_vllm=True and base_format='nvfp4', or leave it out."
-        )
+    held, ranks = f"base_format={args.base_format!r}", args.vllm_tensor_parallel_size
+    batch_invariant = args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4")
+    _refuse((
+        batch_invariant,
+        f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and {held} cannot work: only NVFP4 in vLLM has such kernels. Pass "
+        "use_vllm=True and base_format='nvfp4', or leave it out.",
+    ))  # fmt: skip
     if not args.use_vllm:
         return
-    if args.vllm_mode == "server" and args.base_format in _SERVER:
-        raise ValueError(
-            f"base_format={args.base_format!r} with vllm_mode='server' cannot work: {_SERVER[args.base_format]}. Use vllm_mode='colocate' or "
-            "use_vllm=False, or base_format='nvfp4' or 'bf16'."
-        )
+    server = args.vllm_mode == "server" and _SERVER.get(args.base_format)
     check_engine(args)
-    if args.base_format == "nf4" and args.vllm_tensor_parallel_size > 1:
-        raise ValueError(
-            f"base_format='nf4' with vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} cannot work: bitsandbytes weights cannot be split. Use "
-            "vllm_tensor_parallel_size=1 or base_format='nvfp4'."
-        )
+    _refuse(
+        (
+            server,
+            f"{held} with vllm_mode='server' cannot work: {server}. Use vllm_mode='colocate', or base_format='nvfp4' or 'bf16'.",
+        ),
+        (
+            args.base_format == "nf4" and ranks > 1,
+            f"{held} with vllm_tensor_parallel_size={ranks} cannot work: bitsandbytes weights cannot be split. Use "
+            "vllm_tensor_parallel_size=1 or base_format='nvfp4'.",
+        ),
+    )
 
 
 #: of `vllm_engine_kwargs`, what this package tells an engine itself, and what to set instead
@@ -102,17 +113,20 @@ def check_engine(args: QeRLConfig | QeRLRLOOConfig) -> None:
     for name in _OURS.keys() & chosen.keys():
         instead = f"set {_OURS[name]}" if _OURS[name] else "leave it out"
         raise ValueError(f"vllm_engine_kwargs has {name}={chosen[name]!r}, which the trainer sets itself: {instead}.")
-    speculation = chosen.get("speculative_config")
-    if speculation and (speculation.get("method") or speculation.get("model")) not in _WITHOUT_WEIGHTS:
-        raise ValueError(
-            f"vllm_engine_kwargs has speculative_config={speculation!r}, and vLLM would load the trainer's weights into the draft. Leave it out, or use "
-            f"a method without weights ({', '.join(_WITHOUT_WEIGHTS)})."
-        )
-    if chosen.get("cpu_offload_gb") and args.share_weights and args.base_format != "full":
-        raise ValueError(
-            f"vllm_engine_kwargs has cpu_offload_gb={chosen['cpu_offload_gb']!r}, but the engine reads the trainer's weights, which stay on the GPU. Leave "
-            "it out, or pass share_weights=False."
-        )
+    speculation, offload = chosen.get("speculative_config"), chosen.get("cpu_offload_gb")
+    draft = speculation and (speculation.get("method") or speculation.get("model"))
+    _refuse(
+        (
+            speculation and draft not in _WITHOUT_WEIGHTS,
+            f"vllm_engine_kwargs has speculative_config={speculation!r}, and vLLM would load the trainer's weights into the draft. Leave it "
+            f"out, or use a method without weights ({', '.join(_WITHOUT_WEIGHTS)}).",
+        ),
+        (
+            offload and args.share_weights and args.base_format != "full",
+            f"vllm_engine_kwargs has cpu_offload_gb={offload!r}, but the engine reads the trainer's weights, which stay on the GPU. Leave it "
+            "out, or pass share_weights=False.",
+        ),
+    )
 
 
 #: what a trainer may be given that takes as many turns with the engine as it likes
@@ -122,24 +136,22 @@ _LOOPS = ("tools", "environment_factory")
 
 
 def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> None:
-    """Refuse what the processes of a run cannot do with what a trainer was given: called before the model is loaded.
-
-    Args:
-        given: the trainer's arguments, by name.
-    """
+    """Refuse what the processes of a run cannot do with what a trainer was `given`."""
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     several = args.world_size > 1 and args.use_vllm and asked_together(args)
-    for name in _TURNS:
-        if given.get(name) and not args.use_vllm and sharded:
-            raise ValueError(
-                f"{name} with use_vllm=False cannot work under {sharded}: each forward is collective, and processes take different numbers of turns. "
-                "Use use_vllm=True with vllm_mode='colocate', or plain data parallelism."
-            )
-        if given.get(name) and several and name in _LOOPS:
-            raise ValueError(
-                f"{name} with {several} cannot work in {args.world_size} processes: each has its own number of turns, and TRL would deal completions to other "
-                "prompts. Use vllm_mode='colocate' with vllm_tensor_parallel_size=1."
-            )
+    for name in (name for name in _TURNS if given.get(name)):
+        _refuse(
+            (
+                not args.use_vllm and sharded,
+                f"{name} with use_vllm=False cannot work under {sharded}: each forward is collective, and processes take different numbers of "
+                "turns. Use use_vllm=True with vllm_mode='colocate', or plain data parallelism.",
+            ),
+            (
+                several and name in _LOOPS,
+                f"{name} with {several} cannot work in {args.world_size} processes: each has its own number of turns, and TRL would deal "
+                "completions to other prompts. Use vllm_mode='colocate' with vllm_tensor_parallel_size=1.",
+            ),
+        )
 
 
 def asked_together(args: QeRLConfig | QeRLRLOOConfig) -> str | None:
@@ -157,11 +169,11 @@ def _zero_stage(args: QeRLConfig | QeRLRLOOConfig) -> int:
 def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
     """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded."""
     zero_stage = _zero_stage(args)
-    if zero_stage == 3 and args.base_format in ("nvfp4", "nf4"):
-        raise ValueError(
-            f"base_format={args.base_format!r} does not train under DeepSpeed ZeRO-3, which partitions weights while they load, before they are quantized. "
-            "Use FSDP 2 (fsdp_version: 2), ZeRO-2 or plain data parallelism."
-        )
+    _refuse((
+        zero_stage == 3 and args.base_format in ("nvfp4", "nf4"),
+        f"base_format={args.base_format!r} does not train under DeepSpeed ZeRO-3, which partitions weights while they load, before they are "
+        "quantized. Use FSDP 2 (fsdp_version: 2), ZeRO-2 or plain data parallelism.",
+    ))  # fmt: skip
     settle_optimizer(args)
     if not args.use_vllm:
         return
@@ -174,16 +186,18 @@ def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
 
 def check_sharding(zero_stage: int, fsdp_version: int | None) -> None:
     """Refuse ways of sharding the trainer from which an engine cannot get whole tensors, layer by layer."""
-    if zero_stage == 3:
-        raise ValueError(
-            "vLLM rollouts do not work with DeepSpeed ZeRO-3, which partitions weights while they load. Use ZeRO-2, FSDP 2 (fsdp_version: 2) or plain data "
-            "parallelism."
-        )
-    if fsdp_version == 1:
-        raise ValueError(
-            "vLLM rollouts do not work with FSDP version 1, which flattens a layer's weights into one parameter. Set fsdp_version: 2 in the accelerate "
-            "configuration."
-        )
+    _refuse(
+        (
+            zero_stage == 3,
+            "vLLM rollouts do not work with DeepSpeed ZeRO-3, which partitions weights while they load. Use ZeRO-2, FSDP 2 (fsdp_version: 2) or "
+            "plain data parallelism.",
+        ),
+        (
+            fsdp_version == 1,
+            "vLLM rollouts do not work with FSDP version 1, which flattens a layer's weights into one parameter. Set fsdp_version: 2 in the "
+            "accelerate configuration.",
+        ),
+    )
 
 
 def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

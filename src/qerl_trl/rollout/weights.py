@@ -76,12 +76,8 @@ class TrainedAdapter(Trained):
     def _check_complete(self, model: nn.Module) -> None:
         """Whatever is trained has to be among what is put."""
         mine, others = {id(p) for p in self.parameters()}, set(cast(PeftModel, model).peft_config) - {self.name}
-        left = [
-            n
-            for n, p in model.named_parameters()
-            if p.requires_grad and id(p) not in mine and not others & {*n.split(".")}
-        ]
-        if left:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
+        if left := [name for name in trained if not others & {*name.split(".")}]:
             layers = sorted({canonical_name(name.partition(".lora_")[0]) for name in left})
             raise ValueError(
                 f"{len(left)} trained tensors would never reach vLLM, which carries LoRA on linear layers and norms in modules_to_save: those of "
@@ -127,7 +123,7 @@ class TrainedWeights(Trained):
                     self.places.append((canonical_name(f"{prefix}.{key}" if prefix else key), module, key))
 
     def parameters(self) -> list[torch.Tensor]:
-        return [getattr(module, key) for _, module, key in self.places]
+        return [cast(torch.Tensor, module._parameters[key]) for _, module, key in self.places]
 
     def put(
         self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
@@ -136,7 +132,7 @@ class TrainedWeights(Trained):
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, module, key in self.places:
-                parameter = getattr(module, key)
+                parameter = cast(torch.Tensor, module._parameters[key])
                 with gather([parameter]):
                     whole = full_tensor(parameter)
                     sums.append((name, bits(whole)))
@@ -150,11 +146,9 @@ class TrainedWeights(Trained):
         return fingerprint((name, parameter) for (name, _, _), parameter in zip(self.places, parameters, strict=True))
 
     def _check_finite(self) -> None:
-        parts = [
-            (name, part) for name, module, key in self.places if (part := local_tensor(getattr(module, key))).numel()
-        ]
-        bad = not_finite(parts)
-        if bad:
+        whole = zip((name for name, _, _ in self.places), map(local_tensor, self.parameters()), strict=True)
+        parts = [(name, part) for name, part in whole if part.numel()]
+        if bad := not_finite(parts):
             raise RolloutError(
                 f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}). Lower learning_rate or "
                 "max_grad_norm, and resume from an earlier checkpoint."
