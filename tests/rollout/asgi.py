@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from qerl_trl.rollout.engine import SECRET, bearer
 
 KEY = "a secret of the tests, long enough"
@@ -45,6 +47,7 @@ class FakeVLLM:
 
 def guarded(app, key: str = KEY, **environment: str):
     """qerl-trl's endpoint in front of `app`."""
+    pytest.importorskip("vllm")
     from qerl_trl.rollout.vllm.worker import RolloutEndpoint
 
     with mock.patch.dict("os.environ", {SECRET: key, **environment}):

