@@ -27,8 +27,7 @@ from qerl_trl.model.loading import from_pretrained
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish.load import load_policy
-from qerl_trl.rollout.placement import settle_optimizer
-from qerl_trl.rollout.supported import check_given
+from qerl_trl.rollout.supported import check_given, settle_optimizer
 from qerl_trl.support.names import full_tensor, is_sharded
 from qerl_trl.update.batches import TokenBudget
 from tests.faults.tiny_runs import PROMPTS, spread_reward, tiny_runs  # noqa: F401

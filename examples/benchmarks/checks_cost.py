@@ -59,7 +59,7 @@ TIMED = {
     "sync: weights": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_weights"),
     "sync: noise": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_noise"),
     "sync: weights changed?": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._is_put"),
-    "sync: fingerprint of the update": ("check", "qerl_trl.rollout.wire", "update_fingerprint"),
+    "sync: fingerprint of the update": ("check", "qerl_trl.rollout.engine", "update_fingerprint"),
     "sync: the same in the engine": ("check", "qerl_trl.rollout.vllm.state", "update_fingerprint"),
     "sync: the update is whole and finite": ("check", "qerl_trl.rollout.vllm.state", "RolloutState._checked"),
     "sync: noise that landed": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.sigma_effective"),

@@ -37,8 +37,8 @@ def adapter(change: Callable[[dict], dict]) -> Callable[[], None]:
     """The engine takes the adapter, says so, and computes with another."""
 
     def inject() -> None:
+        from qerl_trl.rollout.engine import update_fingerprint
         from qerl_trl.rollout.vllm.state import RolloutState
-        from qerl_trl.rollout.wire import update_fingerprint
 
         load = RolloutState.load_adapter
 

@@ -103,8 +103,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from qerl_trl.rollout import probe
+    from qerl_trl.rollout.engine import update_fingerprint
     from qerl_trl.rollout.vllm.state import RolloutState
-    from qerl_trl.rollout.wire import update_fingerprint
 
     if args.unquantized:
         from faults_gpu_cases import serve_unquantized

@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from qerl_trl.nvfp4.checkpoints import Selection, TensorSpec, compressed_tensors_config, divided, packed_specs
 from qerl_trl.publish import write
-from qerl_trl.rollout.adapter import linear_layers, short_names
+from qerl_trl.rollout.spec import linear_layers, short_names
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests import shapes

@@ -14,7 +14,9 @@ import time
 
 import torch
 
-from qerl_trl.rollout.transport import Receiver, SharedMemory, bearer, checksum_of
+from qerl_trl.rollout.engine import bearer
+from qerl_trl.rollout.vllm.worker import Receiver
+from qerl_trl.rollout.weights import SharedMemory, checksum_of
 
 CPU, SECRET = torch.device("cpu"), "of this measurement"
 

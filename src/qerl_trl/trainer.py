@@ -17,7 +17,7 @@ TRL or transformers would remove it:
 | `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only | a copy in `Trainer` |
 | `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/loading.py`) | torch 2.10 |
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (tools and rollout functions too) | `on_rollout_begin`, `on_rollout_end` |
-| `_generate`, `_compute_loss` | importance-corrects what transformers sampled under noise (`rollout/behaviour.py`) | sampled log-probabilities from `_generate` |
+| `_generate`, `_compute_loss` | importance-corrects what transformers sampled under noise (`rollout/mismatch.py`) | sampled log-probabilities from `_generate` |
 | `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all | a hook on the gathered rewards |
 | `_generate_and_score_completions` | measures the rollout/trainer mismatch; saves the step before where it fails | `on_rollout_end` |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | no work on padding, equal prompts once (`update/packing.py`) | padding-free GRPO in TRL |
@@ -54,10 +54,10 @@ from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_
 from .noise.callback import AQNCallback
 from .nvfp4.architectures import delta_net_layers
 from .nvfp4.linear import has_nvfp4
-from .rollout import behaviour, mismatch
-from .rollout.contract import checked_rollout_func
+from .rollout import mismatch
 from .rollout.engine import RolloutError
 from .rollout.sampling import of_the_model_alone, settle_ends
+from .rollout.supported import checked_rollout_func
 from .run import banner, base, folder
 from .run.exits import Rescue
 from .run.publishing import Uploads, warn_of_exports
@@ -170,7 +170,7 @@ class QeRLMixin(SavingMixin):
                 output = super()._generate(prompts)
             check_rollout(self.model, output[0], output[1])
             if training:
-                output = behaviour.with_logps(self, self.aqn, output)
+                output = mismatch.with_logps(self, self.aqn, output)
         self._passes.generated()
         if training and self.aqn is not None:
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
@@ -187,7 +187,7 @@ class QeRLMixin(SavingMixin):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with self.rescue.around():
-            with behaviour.corrected(self), self._passes.scoring():
+            with mismatch.corrected(self), self._passes.scoring():
                 output = super()._generate_and_score_completions(inputs)
             if self.model.training:
                 self._monitor.scored(self, self._rewards)
@@ -207,7 +207,7 @@ class QeRLMixin(SavingMixin):
     # -------------------------------------------------------------------------------------------------------- update
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        with behaviour.corrected(self, inputs), self._passes.own(inputs) as batch:
+        with mismatch.corrected(self, inputs), self._passes.own(inputs) as batch:
             return super()._compute_loss(model, batch)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, *args: Any, **kwargs: Any) -> Any:

@@ -10,10 +10,8 @@ from peft import LoraConfig
 from torch import nn
 
 from qerl_trl.noise.generator import standard_noise
-from qerl_trl.rollout.adapter import active_adapter, linear_layers, rollout_layers
-from qerl_trl.rollout.engine import Completion, Contents, Engine
-from qerl_trl.rollout.sums import bits
-from qerl_trl.rollout.wire import update_fingerprint
+from qerl_trl.rollout.engine import Completion, Contents, Engine, bits, update_fingerprint
+from qerl_trl.rollout.spec import active_adapter, linear_layers, rollout_layers
 from qerl_trl.support.names import canonical_name
 
 

@@ -17,7 +17,7 @@ from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.checks import environment
 from qerl_trl.cli import doctor
 from qerl_trl.nvfp4 import linear
-from qerl_trl.rollout.vllm import imported, plugin
+from qerl_trl.rollout.vllm import plugin
 from tests.faults.catalog import fault, told
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
@@ -144,10 +144,10 @@ def test_kernels_of_vllm_that_do_not_load(monkeypatch):
             raise ImportError("undefined symbol: aoti_torch_abi_version")
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(imported.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(imported.importlib, "import_module", load)
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(plugin.importlib, "import_module", load)
     with told(ImportError, "vLLM", "aoti_torch_abi_version", "--force-reinstall"):
-        imported.import_vllm()
+        plugin.import_vllm()
 
 
 def vllm_run(tmp_path, **options):

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.checks import environment
-from qerl_trl.rollout.vllm import imported, plugin
+from qerl_trl.rollout.vllm import plugin
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import make_trainer  # noqa: F401  (a fixture)
 from tests.faults.tiny_runs import (  # noqa: F401
@@ -121,7 +121,7 @@ def broken_vllm(patch: pytest.MonkeyPatch) -> None:
             raise ImportError("vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda")
         return real(name, *package)
 
-    patch.setattr(imported.importlib, "import_module", load)
+    patch.setattr(plugin.importlib, "import_module", load)
 
 
 @pytest.fixture

@@ -162,8 +162,8 @@ def test_a_prefix_cache_that_is_not_reset(make_trainer):  # noqa: F811
 
 @fault("R4.unknown_keys")
 def test_an_update_with_names_that_the_engine_does_not_have(monkeypatch):
+    from qerl_trl.rollout.engine import AdapterTensors
     from qerl_trl.rollout.vllm import state as states
-    from qerl_trl.rollout.wire import AdapterTensors
 
     monkeypatch.setattr(states, "find_norms", lambda *args: {})
     model = torch.nn.Module()

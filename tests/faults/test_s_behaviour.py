@@ -10,6 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl_trl import AQNCallback, QeRLConfig, QeRLRLOOConfig
 from qerl_trl.rollout import mismatch
+from qerl_trl.support.options import check_options
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import PROMPTS, StandIn
 from tests.faults.stand_in import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)
@@ -208,7 +209,9 @@ def test_noise_that_adds_up_ends_the_run(make_engine_trainer, monkeypatch):  # n
 
 
 def arguments(kind, **generation):
-    return kind("out", use_cpu=True, bf16=False, generation_kwargs=generation)
+    args = kind("out", use_cpu=True, bf16=False, generation_kwargs=generation)
+    check_options(args)
+    return args
 
 
 @pytest.mark.parametrize("kind", [QeRLConfig, QeRLRLOOConfig])

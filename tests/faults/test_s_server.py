@@ -6,9 +6,7 @@ import json
 
 import pytest
 
-from qerl_trl.rollout.engine import RolloutError
-from qerl_trl.rollout.transport import SECRET
-from qerl_trl.rollout.wire import CALL, LISTEN
+from qerl_trl.rollout.engine import CALL, LISTEN, SECRET, RolloutError
 from tests.faults.catalog import fault, told
 from tests.rollout.asgi import KEY, FakeVLLM, allowed, ask, bridged, guarded, http
 

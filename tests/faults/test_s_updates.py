@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from qerl_trl.rollout.transport import SharedMemory, UpdateLayout, checksum_of
-from qerl_trl.rollout.wire import AdapterTensors
+from qerl_trl.rollout.engine import AdapterTensors
+from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum_of
 from tests.faults.catalog import fault
 
 pytestmark = pytest.mark.vllm

@@ -322,14 +322,14 @@ def test_a_run_that_will_not_fit_is_warned_of_and_one_with_an_engine_is_stopped(
     trainer.memory_plan = None
     made = plan_trainer(trainer, Gpu(10**8))
     assert "does not fit into 0.1 GiB" in caplog.text and trainer.memory_plan is made
-    colocated = pytest.importorskip("qerl_trl.rollout.colocated")
+    generation = pytest.importorskip("qerl_trl.rollout.generation")
     accelerator = SimpleNamespace(device=torch.device("cuda"))
     engine = SimpleNamespace(gpu_memory_utilization=None, accelerator=accelerator, trainer=trainer)
     trainer.memory_plan = plan(80)
-    assert colocated.memory_arguments(engine) == plan(80).engine_arguments()
+    assert generation.memory_arguments(engine) == plan(80).engine_arguments()
     trainer.memory_plan = plan(10)
     with pytest.raises(RuntimeError, match="It fits with vllm_enable_sleep_mode: true"):
-        colocated.memory_arguments(engine)
+        generation.memory_arguments(engine)
 
 
 def test_a_run_beyond_the_machines_memory_is_refused_on_a_cpu(make_trainer, monkeypatch):

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from qerl_trl.rollout.transport import SECRET, bearer
+import pytest
+
+from qerl_trl.rollout.engine import SECRET, bearer
 
 KEY = "a secret of the tests, long enough"
 
@@ -45,7 +47,8 @@ class FakeVLLM:
 
 def guarded(app, key: str = KEY, **environment: str):
     """qerl-trl's endpoint in front of `app`."""
-    from qerl_trl.rollout.vllm.endpoint import RolloutEndpoint
+    pytest.importorskip("vllm")
+    from qerl_trl.rollout.vllm.worker import RolloutEndpoint
 
     with mock.patch.dict("os.environ", {SECRET: key, **environment}):
         return RolloutEndpoint(app)

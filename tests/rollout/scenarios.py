@@ -863,9 +863,9 @@ def handshake(folder: Path) -> dict:
     """What engines that were built as a server would build them answer, and what the trainer says to it."""
     from qerl_trl.rollout.handshake import differences
     from qerl_trl.rollout.spec import EngineSpec
-    from qerl_trl.rollout.vllm.describe import describe
     from qerl_trl.rollout.vllm.engine import engine_model
     from qerl_trl.rollout.vllm.state import RolloutState
+    from qerl_trl.rollout.vllm.worker import describe
 
     path = write_model(folder)
     results, policy = {}, adapter_on(packed(path), rank=20, alpha=20)

@@ -7,14 +7,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl_trl.rollout.adapter import (
-    active_adapter,
-    adapter_buffers,
-    check_servable,
-    check_sharding,
-    check_vocabulary,
-    rollout_layers,
-)
+from qerl_trl.rollout.spec import active_adapter, adapter_buffers, check_servable, check_vocabulary, rollout_layers
+from qerl_trl.rollout.supported import check_sharding
 from tests.tiny_models import make_tiny_model
 
 
@@ -76,7 +70,7 @@ def test_an_adapter_on_a_tower_is_refused_before_an_engine_is_built():
     """The probe's text runs no tower, and without pictures the engine has none: the start ended with a KeyError, or "no buffers in vLLM"."""
     from peft import LoraConfig, get_peft_model
 
-    from qerl_trl.rollout.adapter import check_servable
+    from qerl_trl.rollout.spec import check_servable
     from tests.architectures import dense_model
 
     def adapted(**options):

@@ -11,12 +11,16 @@ from packaging.requirements import Requirement
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.rollout.supported import check_given
 from qerl_trl.rollout.vllm import plugin
+from qerl_trl.support.options import check_options
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(**options) -> QeRLConfig:
-    return QeRLConfig(output_dir="out", use_cpu=True, bf16=False, report_to=[], use_vllm=True, **options)
+    options = {"use_vllm": True, **options}
+    args = QeRLConfig(output_dir="out", use_cpu=True, bf16=False, report_to=[], **options)
+    check_options(args)
+    return args
 
 
 # ---------------------------------------------------------------------------------------- refused before anything is loaded
@@ -37,14 +41,7 @@ def test_a_server_runs_these_arms(arm):
 def test_batch_invariant_is_for_nvfp4_in_vllm(options):
     assert config(vllm_batch_invariant=True).vllm_batch_invariant
     with pytest.raises(ValueError, match=r"vllm_batch_invariant=True with .* cannot work"):
-        QeRLConfig(
-            output_dir="out",
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            vllm_batch_invariant=True,
-            **{"use_vllm": True, **options},
-        )
+        config(vllm_batch_invariant=True, **options)
 
 
 def test_bitsandbytes_weights_cannot_be_split():

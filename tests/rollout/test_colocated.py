@@ -3,7 +3,7 @@
 import torch
 from accelerate import PartialState
 
-from qerl_trl.rollout.colocated import agreed
+from qerl_trl.rollout.generation import agreed
 from tests.ranks import on_ranks
 
 ROOM = {"kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.01, "max_num_batched_tokens": 16384}

@@ -5,8 +5,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from qerl_trl.noise import generator
-from qerl_trl.rollout.handshake import WeightSummary, checksum, differences, plain_summary, trainer_summaries
+from qerl_trl.rollout.handshake import differences, trainer_summaries
 from qerl_trl.rollout.spec import EngineSpec
+from qerl_trl.rollout.weights import WeightSummary, checksum, summary
 from tests.tiny_models import make_tiny_model
 
 
@@ -31,7 +32,7 @@ def test_checksum_counts_in_parts(monkeypatch):
     tensor = torch.arange(250, dtype=torch.uint8)
     expected = [int((tensor.long() ** 2).sum())]
     assert checksum(tensor) == expected
-    monkeypatch.setattr("qerl_trl.rollout.handshake._CHUNK", 7)
+    monkeypatch.setattr("qerl_trl.rollout.weights._CHUNK", 7)
     assert checksum(tensor) == expected
 
 
@@ -57,7 +58,7 @@ def answers(model, ranks: int = 1, **changed) -> list[dict]:
             kind = "bias" if name.endswith(".bias") else "norm" if parameter.ndim == 1 else "dense"
             kind = "embedding" if name in ("lm_head", "model.embed_tokens") else kind
             shard = parameter.chunk(ranks)[rank] if parameter.ndim == 2 else parameter
-            weights[name] = list(plain_summary(kind, shard))
+            weights[name] = list(summary(kind, shard))
         settings = {"dtype": "float32", "logprobs_mode": "processed_logprobs", "max_model_len": 256, "options": {}}
         settings["noise"] = generator.sample(torch.device("cpu"))
         replies.append({"weights": weights, "adapter_ranks": adapters, **settings, **changed})

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, Features, Image, List, Value
 
-from qerl_trl.rollout import pictures
+from qerl_trl.rollout import spec
 from tests.tiny_models import make_tiny_tokenizer
 
 PROCESSOR = SimpleNamespace(image_processor=None)
@@ -44,5 +44,5 @@ CASES = {
 
 @pytest.mark.parametrize(("of", "expected"), CASES.values(), ids=CASES)
 def test_where_pictures_may_come(of, expected):
-    assert pictures.may_come(of, PROCESSOR) is expected
-    assert pictures.may_come(of, make_tiny_tokenizer()) is False
+    assert spec.pictures_may_come(of, PROCESSOR) is expected
+    assert spec.pictures_may_come(of, make_tiny_tokenizer()) is False

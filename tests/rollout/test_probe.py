@@ -15,10 +15,9 @@ from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.linear import NVFP4Linear, compute_dtype
 from qerl_trl.rollout import probe as probing
-from qerl_trl.rollout.adapter import rollout_layers
-from qerl_trl.rollout.engine import Engine
-from qerl_trl.rollout.rounding import other_arithmetic
-from qerl_trl.rollout.wire import AdapterTensors
+from qerl_trl.rollout.engine import AdapterTensors, Engine
+from qerl_trl.rollout.probe import other_arithmetic
+from qerl_trl.rollout.spec import rollout_layers
 from tests.faults.stand_in import greedy
 from tests.tiny_models import make_tiny_model
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from qerl_trl.rollout import requests
+from qerl_trl.rollout import generation
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ def test_prompts_have_to_fit_the_engine(limit, said, caplog):
     with caplog.at_level(logging.WARNING):
         if limit == 5:
             with pytest.raises(ValueError, match=said):
-                requests.check_lengths([[1] * 5, [1]], 3, limit)
+                generation.check_lengths([[1] * 5, [1]], 3, limit)
         else:
-            requests.check_lengths([[1] * 5, [1]], 3, limit)
+            generation.check_lengths([[1] * 5, [1]], 3, limit)
             assert (said is None) == (not caplog.records) and (said or "") in caplog.text

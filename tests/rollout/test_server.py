@@ -14,10 +14,19 @@ from accelerate import PartialState
 
 from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.rollout import server
-from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling, Seeds
+from qerl_trl.rollout.engine import (
+    CALL,
+    LISTEN,
+    SECRET,
+    Completion,
+    RankWithoutEngine,
+    RolloutError,
+    Sampling,
+    Seeds,
+    Update,
+)
 from qerl_trl.rollout.server import CONCURRENCY, Client, ServerEngine
-from qerl_trl.rollout.transport import SECRET, SharedMemory
-from qerl_trl.rollout.wire import CALL, LISTEN, Update
+from qerl_trl.rollout.weights import SharedMemory
 from qerl_trl.support.time_limit import deadline
 from tests.faults.test_s_updates import NORMS, everything, update, worker  # noqa: F401  (a fixture)
 from tests.ranks import on_ranks

@@ -15,10 +15,8 @@ import torch
 from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.rollout import server
-from qerl_trl.rollout.adapter import active_adapter, rollout_layers
-from qerl_trl.rollout.engine import Completion, Contents, Engine, Sampling
-from qerl_trl.rollout.spec import LOGPROBS_MODE
-from qerl_trl.rollout.wire import update_fingerprint
+from qerl_trl.rollout.engine import Completion, Contents, Engine, Sampling, update_fingerprint
+from qerl_trl.rollout.spec import LOGPROBS_MODE, active_adapter, rollout_layers
 from qerl_trl.support.names import full_tensor, is_sharded
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 from tests.ranks import on_ranks

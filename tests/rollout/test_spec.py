@@ -10,10 +10,9 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from qerl_trl.nvfp4.config import NVFP4Config
-from qerl_trl.rollout.adapter import linear_layers
+from qerl_trl.rollout.engine import batch_invariant
 from qerl_trl.rollout.generation import QeRLVLLMGeneration
-from qerl_trl.rollout.spec import EngineSpec
-from qerl_trl.rollout.wire import batch_invariant
+from qerl_trl.rollout.spec import EngineSpec, linear_layers
 from tests.architectures import dense_model
 from tests.tiny_models import make_tiny_model
 
@@ -66,7 +65,7 @@ def test_command_of_an_nvfp4_model(folder):
         "--dtype": "bfloat16",
         "--quantization": "qerl_nvfp4",
         "--worker-extension-cls": "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension",
-        "--middleware": "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint",
+        "--middleware": "qerl_trl.rollout.vllm.worker.RolloutEndpoint",
         "--max-model-len": "512",
         "--max-num-seqs": "64",
         "--logprobs-mode": "processed_logprobs",

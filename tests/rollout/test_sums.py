@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qerl_trl.rollout import sums, wire
+from qerl_trl.rollout import engine
 
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -14,8 +14,8 @@ def test_sums_of_many_tensors_are_those_of_each(device):
     floats = [torch.randn(3, 4) for _ in range(9)] + [torch.randn(50), torch.randn(7).bfloat16(), torch.tensor(3.0)]
     tensors = [*floats, *integers, torch.randn(64, 2).bfloat16()[:, :1], torch.randn(8).double(), torch.zeros(0)]
     tensors = [tensor.to(device) for tensor in tensors]
-    assert torch.equal(sums.all_bits(tensors), torch.stack([sums.bits(t) for t in tensors]))
-    assert sums.all_bits([]).tolist() == []
+    assert torch.equal(engine.all_bits(tensors), torch.stack([engine.bits(t) for t in tensors]))
+    assert engine.all_bits([]).tolist() == []
 
 
 @pytest.mark.parametrize("device", ON)
@@ -31,26 +31,26 @@ def test_a_change_of_any_byte_changes_the_sum(device):
     tensors += [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((256, 3), (7,))]
     tensors += [torch.randn(9)[1:], torch.zeros(0), torch.randn(16, 16).to(torch.float8_e4m3fn)]
     tensors = [tensor.to(device) for tensor in tensors]
-    before = sums.all_bits(tensors)
+    before = engine.all_bits(tensors)
     for number, tensor in enumerate(tensors):
         for place in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
             changed = tensor.clone(memory_format=torch.preserve_format)
             view = changed.view(torch.uint8) if changed.element_size() == 1 else changed
             view.view(-1)[place] += 1
             others = [*tensors[:number], changed, *tensors[number + 1 :]]
-            differ = sums.all_bits(others) != before
+            differ = engine.all_bits(others) != before
             assert differ.nonzero().flatten().tolist() == [number]
-    assert wire.changes(tensors) == wire.changes(tensors)
-    assert wire.changes(tensors) != wire.changes([-tensors[0], *tensors[1:]])
-    assert wire.changes(tensors) != wire.changes(tensors[:-1])
+    assert engine.changes(tensors) == engine.changes(tensors)
+    assert engine.changes(tensors) != engine.changes([-tensors[0], *tensors[1:]])
+    assert engine.changes(tensors) != engine.changes(tensors[:-1])
 
 
 def test_a_large_tensor_is_summed_without_a_copy_of_it(monkeypatch):
     tensor = torch.randn(1000, 1000).bfloat16()
-    whole = sums.bits(tensor)
-    monkeypatch.setattr(sums, "_AT_ONCE", 10_000)
+    whole = engine.bits(tensor)
+    monkeypatch.setattr(engine, "_AT_ONCE", 10_000)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        assert torch.equal(sums.bits(tensor), whole)
+        assert torch.equal(engine.bits(tensor), whole)
     assert max(event.self_cpu_memory_usage for event in profile.events()) < 100_000  # it has 2,000,000
 
 
@@ -67,22 +67,22 @@ def test_what_will_be_rounded_has_the_bits_of_what_was(dtype, device):
     ]
     parts = [part.to(device) for part in parts] + [torch.randn(6), torch.zeros(0, 3, device=device)]
     factors = [1.0, 2.0, 0.70710678, 1.0, 0.3, 1.0]
-    found, finite = sums.rounded(parts, factors, like)
+    found, finite = engine.rounded(parts, factors, like)
     copied = [(part.float() * factor).to(like) for part, factor in zip(parts, factors, strict=True)]
-    assert found.tolist() == [int(sums.bits(part)) if part.numel() else 0 for part in copied]
+    assert found.tolist() == [int(engine.bits(part)) if part.numel() else 0 for part in copied]
     assert finite.all()
     parts[1][2, 1], parts[3][5] = float("nan"), -float("inf")
     parts[4][0], factors[4] = 3e38, 2.0
-    assert sums.rounded(parts, factors, like)[1].tolist() == [True, False, True, False, False, True]
+    assert engine.rounded(parts, factors, like)[1].tolist() == [True, False, True, False, False, True]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_they_are_summed_in_one_launch():
     tensors = [torch.randn(shape, device="cuda").bfloat16() for shape in [(32, 3584)] * 300]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = sums.all_bits(tensors)
+        found = engine.all_bits(tensors)
         torch.cuda.synchronize()
-    assert found.tolist() == [int(sums.bits(t)) for t in tensors]
+    assert found.tolist() == [int(engine.bits(t)) for t in tensors]
     kernels = [
         e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in e.name
     ]
@@ -93,11 +93,11 @@ def test_on_a_gpu_they_are_summed_in_one_launch():
 def test_the_largest_magnitude_is_that_or_unknown(device):
     tensors = [torch.randn(40, 8, device=device) for _ in range(5)]
     tensors[3][2, 2] = -7.5
-    assert sums.largest_magnitude(tensors) == (7.5 if device == "cuda" else None)
-    assert sums.largest_magnitude([*tensors, torch.zeros(3, device=device)]) is None  # not whole words
-    assert sums.largest_magnitude([*tensors, torch.zeros(8, device=device).bfloat16()]) is None
+    assert engine.largest_magnitude(tensors) == (7.5 if device == "cuda" else None)
+    assert engine.largest_magnitude([*tensors, torch.zeros(3, device=device)]) is None  # not whole words
+    assert engine.largest_magnitude([*tensors, torch.zeros(8, device=device).bfloat16()]) is None
     tensors[1][0, 0] = float("nan")
-    found = sums.largest_magnitude(tensors)
+    found = engine.largest_magnitude(tensors)
     assert found is None if device == "cpu" else found != found
 
 
@@ -109,8 +109,8 @@ def test_of_sharded_tensors_no_launch_here_knows_the_largest(monkeypatch):
 
         def to_local(self): ...
 
-    monkeypatch.setattr(sums, "_launches", lambda: True)
-    assert sums.largest_magnitude([Sharded(), Sharded()]) is None
+    monkeypatch.setattr(engine, "_launches", lambda: True)
+    assert engine.largest_magnitude([Sharded(), Sharded()]) is None
 
 
 def test_everything_an_engine_sums_is_launched_ahead(monkeypatch):
@@ -122,11 +122,11 @@ def test_everything_an_engine_sums_is_launched_ahead(monkeypatch):
         launched.add((kernel.__name__, *sorted((k, str(v)) for k, v in constants.items())))
 
     monkeypatch.setattr(kernels, "_launch", launch)
-    sums.launch_each(torch.bfloat16)
+    engine.launch_each(torch.bfloat16)
     ahead = set(launched)
     launched.clear()
-    monkeypatch.setattr(sums, "_launches", lambda: True)
+    monkeypatch.setattr(engine, "_launches", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    sums.all_bits([torch.zeros(64, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32)])
-    sums.rounded([torch.zeros(64)], [2.0], torch.zeros(1, dtype=torch.bfloat16))
+    engine.all_bits([torch.zeros(64, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32)])
+    engine.rounded([torch.zeros(64)], [2.0], torch.zeros(1, dtype=torch.bfloat16))
     assert launched == ahead

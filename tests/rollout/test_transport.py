@@ -9,13 +9,13 @@ import pytest
 import requests
 import torch
 
-from qerl_trl.rollout.transport import Receiver, SharedMemory, UpdateLayout, bearer, checksum_of
-from qerl_trl.rollout.wire import AdapterTensors
+from qerl_trl.rollout.engine import AdapterTensors, bearer
+from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum_of
 
 CPU = torch.device("cpu")
 OTHER_PROCESS = """
 import sys, torch
-from qerl_trl.rollout.transport import SharedMemory
+from qerl_trl.rollout.weights import SharedMemory
 print(SharedMemory(4096, torch.device("cpu"), sys.argv[1]).data[100:].sum().item())
 """
 
@@ -86,6 +86,9 @@ def test_too_little_memory_is_an_error_at_once():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_an_update_from_another_host(host):
+    pytest.importorskip("vllm")
+    from qerl_trl.rollout.vllm.worker import Receiver
+
     receiver = Receiver(host, "of this test")
     url, data = f"http://{f'[{host}]' if ':' in host else host}:{receiver.server_port}/", os.urandom(3 * 2**20)
     try:

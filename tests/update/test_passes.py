@@ -10,7 +10,7 @@ import torch
 from trl import GRPOTrainer
 
 from qerl_trl import QeRLRLOOTrainer
-from qerl_trl.rollout import behaviour, mismatch
+from qerl_trl.rollout import mismatch
 from qerl_trl.update import one_pass
 from tests.test_trainer import LORA, adapter_of, assert_identical, logged, make_trainer  # noqa: F401  (a fixture)
 from tests.update.test_packing import LOSSES
@@ -28,12 +28,12 @@ TIMES = ("seconds/", "memory/", "step_time", "train_", "total_flos")
 @pytest.fixture
 def missing(monkeypatch):
     """Let the engine miss the log-probability of each completion's second token."""
-    logps = behaviour._logps
+    logps = mismatch._behaviour_logps
 
     def some(*args):
         return [[math.nan if place == 1 else value for place, value in enumerate(row)] for row in logps(*args)]
 
-    monkeypatch.setattr(behaviour, "_logps", some)
+    monkeypatch.setattr(mismatch, "_behaviour_logps", some)
 
 
 def forwards(trainer) -> list[bool]:
@@ -178,13 +178,13 @@ def test_a_mismatch_ends_the_run_before_the_optimizer_and_the_same_command_goes_
     options = NOISE | {"max_steps": 3, "save_strategy": "steps", "save_steps": 100}
     whole = make_trainer(**options, output_dir=str(tempfile.mkdtemp()))
     whole.train()
-    calls, logps = [], behaviour._logps
+    calls, logps = [], mismatch._behaviour_logps
 
     def lost(*args):
         calls.append(1)
         return [[math.nan] * 6] * 8 if len(calls) == 2 else logps(*args)
 
-    monkeypatch.setattr(behaviour, "_logps", lost)
+    monkeypatch.setattr(mismatch, "_behaviour_logps", lost)
     trainer = make_trainer(**options)
     with pytest.raises(RuntimeError, match="no finite log-probability for 48 of the 48 tokens") as raised:
         trainer.train()

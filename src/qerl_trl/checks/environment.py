@@ -211,7 +211,7 @@ def vllm_problems() -> list[Problem]:
         plugin.check_vllm_version()
     except ImportError as error:
         return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
-    command = [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"]
+    command = [sys.executable, "-m", "qerl_trl.rollout.vllm.plugin"]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_IMPORT_SECONDS, env=environment)

@@ -18,8 +18,7 @@ from torch import nn
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import is_async_callable
 
-from ..rollout.sums import largest_magnitude
-from ..rollout.wire import not_finite
+from ..rollout.engine import largest_magnitude, not_finite
 from ..support.names import local_tensor
 from ..support.time_limit import deadline
 from ..support.trl import OnlineTrainer

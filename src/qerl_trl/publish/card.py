@@ -33,7 +33,7 @@ from ..checkpoint.records import (
     public_name,
     versions,
 )
-from ..rollout.vllm.offline import slot_of
+from ..rollout.vllm.plugin import slot_of
 
 if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
     from ..checkpoint.records import LoraSettings, RunSettings

@@ -10,9 +10,15 @@ Every process calls every method, in the same order. What changes an engine (`pu
 states; `reset_prefix_cache` must follow before the next `generate`. `put` is all of it, which a server takes as one request.
 """
 
+import functools
+import hashlib
+import hmac
+import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +27,70 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from ..noise.hooks import NoiseDraw
-from .wire import AdapterTensors, Update
+
+#: the server's paths for the trainer alone (vllm/worker.py): a method of the worker extension, and the port for updates from another host
+CALL, LISTEN = "/qerl/call", "/qerl/listen"
+#: the worker extension
+WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
+#: seconds that a request to them may take
+MESSAGE_TIMEOUT = 300
+#: vLLM's own switch of its batch-invariant mode, in the environment of the process that computes; ours follows it
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+
+
+def batch_invariant() -> bool:
+    """Whether an engine in this process computes batch-invariantly."""
+    return bool(int(os.environ.get(BATCH_INVARIANT, "0")))
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """One adapted layer: `a` (r, K) and `b` (N, r) unsharded, and the factor alpha/r (or alpha/sqrt(r)) of its output."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+def changes(tensors: Iterable[torch.Tensor]) -> str:
+    """Another text after a change of any of these tensors; by sums of each, so not where values only change places within one."""
+    found = list(tensors)
+    return _digest([str(len(found))], all_bits(found))
+
+
+def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of tensors by name, in order; reads each once and waits for the device once."""
+    found = list(named)
+    return _digest([name for name, _ in found], all_bits([tensor for _, tensor in found]))
+
+
+def _digest(names: list[str], sums: torch.Tensor) -> str:
+    return hashlib.blake2b(repr((names, sums.tolist())).encode(), digest_size=16).hexdigest()
+
+
+def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> str:
+    """Of an adapter and trained norms, as the trainer has them."""
+    halves = ((f"{half}:{name}*{t.scaling}", getattr(t, half)) for name, t in adapter.items() for half in "ab")
+    return fingerprint([*halves, *norms.items()])
+
+
+@dataclass(frozen=True)
+class Update:
+    """A trained adapter and trained norms, by canonical names, on their way into an engine; as they are while it is put."""
+
+    adapter: Mapping[str, AdapterTensors]
+    norms: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return update_fingerprint(self.adapter, self.norms)
+
+
+def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the tensors that hold NaN or infinity; waits for the device once."""
+    found = [(name, tensor.detach()) for name, tensor in named]
+    finite = all_finite([tensor for _, tensor in found]).tolist() if found else []
+    return [name for (name, _), good in zip(found, finite, strict=True) if not good]
 
 
 class RolloutError(RuntimeError):
@@ -62,7 +131,7 @@ class Completion(NamedTuple):
 class Contents(NamedTuple):
     """What an engine computes with.
 
-    received: fingerprint (wire.py) of the latest update that it took, None before the first.
+    received: fingerprint of the latest update that it took, None before the first.
     damaged: names of the adapter buffers that do not hold what was put there.
     draw: the noise in force, None before the first.
     """
@@ -78,18 +147,12 @@ class Engine(ABC):
     @abstractmethod
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
         """Replace the adapter, by canonical layer names, and the clean weights of the trained norms. Layers that are not named have no
-        adapter afterwards; noise in force stays in force, on top of the norms.
-
-        Raises:
-            `RuntimeError`, `ValueError`: the engine cannot take it; it then computes with what it had before, to the last bit.
-        """
+        adapter afterwards; noise in force stays in force, on top of the norms. Raises `RuntimeError` or `ValueError` where the engine cannot take it;
+        it then computes with what it had before, to the last bit."""
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace weights of a model that is trained without an adapter, by canonical names. Noise in force stays in force.
-
-        Raises:
-            [`RolloutError`]: the engine does not compute with them afterwards, or cannot take any.
-        """
+        """Replace weights of a model that is trained without an adapter, by canonical names. Noise in force stays in force. Raises
+        [`RolloutError`] where the engine does not compute with them afterwards, or cannot take any."""
         raise RolloutError(
             f"{type(self).__name__} takes adapters only. Train every weight with vllm_mode='colocate' or use_vllm=False."
         )
@@ -97,28 +160,15 @@ class Engine(ABC):
     @abstractmethod
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         """Put the noise of `draw` on `norms` (canonical names, always the same ones); sigma 0 restores every bit.
-
-        Returns:
-            The rms of what was added to the weights that the engine computes with; None where this process has no engine.
-        """
+        Returns the rms of what was added to the weights that the engine computes with; None where this process has no engine."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget cached attention states.
-
-        Raises:
-            [`RolloutError`]: the engine refused.
-        """
+        """Forget cached attention states. Raises [`RolloutError`] where the engine refuses."""
 
     def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
         """`put_adapter`, where there is an update; then `set_noise` on the norms `noisy`, where there is a draw; then `reset_prefix_cache`.
-
-        Returns:
-            As `set_noise`; None without a draw.
-
-        Raises:
-            As these. An update or a draw that is refused has changed nothing.
-        """
+        Returns as `set_noise`; None without a draw. An update or a draw that is refused has changed nothing."""
         if update is not None:
             self.put_adapter(update.adapter, update.norms)
         effective = None if draw is None else self.set_noise(noisy, draw)
@@ -141,11 +191,7 @@ class Engine(ABC):
         """Give memory back that only generation needs. No other method but `wake` and `close` may be called until `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Undo `sleep`. Does nothing when awake.
-
-        Raises:
-            [`RolloutError`]: other weights came back than went to sleep.
-        """
+        """Undo `sleep`; nothing when awake. Raises [`RolloutError`] where other weights came back than went to sleep."""
 
     @abstractmethod
     def close(self) -> None:
@@ -187,3 +233,134 @@ class RankWithoutEngine(Engine):
 def gather_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """How many prompts each process has, and all of them in rank order."""
     return gather_object([len(prompts)]), gather_object([list(prompt) for prompt in prompts])
+
+
+#: integers of the size of an element
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: of them, in 8 bytes; single bytes are read four at a time
+_LANES = {1: 2, 2: 4, 4: 2, 8: 1}
+#: elements that are summed at a time: PyTorch writes each of them as 8 bytes first
+_AT_ONCE = 2**24
+
+
+# Sums of tensors read as integers are exact, whatever the order. On a GPU of our kernels, all tensors are read in one launch.
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor's elements read as integers, a scalar int64 on its device. Zeros add nothing."""
+    tensor = tensor.detach()
+    if tensor.element_size() == 1 and tensor.is_contiguous() and tensor.numel() % 4 == 0:
+        tensor = tensor.view(-1).view(torch.int32)  # a quarter of the additions
+    parts = tensor.view(_INTEGERS[tensor.element_size()]).reshape(-1).split(_AT_ONCE)
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
+
+
+@functools.cache
+def _launches() -> bool:
+    """Whether the kernels' package can sum on this process's GPUs."""
+    import qerl_nvfp4
+
+    return qerl_nvfp4.is_available()
+
+
+def launch_each(dtype: torch.dtype) -> None:
+    """Every launch of an engine in `dtype` once, with tensors on the meta device: to be compiled with the engine's other kernels. Of an adapter in
+    float32, as it trains."""
+    from qerl_nvfp4.sums import rounded_sums, sums
+
+    meta = torch.device("meta")
+    for lanes in (2, 4):  # no engine holds integers of 8 bytes
+        sums([(0, 1)], lanes, meta)
+    rounded_sums([torch.empty(1, device=meta)], [1.0], dtype)
+
+
+@torch.no_grad()
+def all_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`bits` of each tensor, (count,) int64 on the device of the first."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    device = tensors[0].device
+    if not (tensors[0].is_cuda and _launches()):
+        return torch.stack([bits(tensor).to(device) for tensor in tensors])
+    from qerl_nvfp4.sums import sums, words_of
+
+    lanes = [_LANES[tensor.element_size()] if tensor.device == device else 0 for tensor in tensors]
+    words = [words_of(tensor) for tensor in tensors]
+    if len({*lanes}) == 1 and None not in words:
+        return sums(words, lanes[0], device)
+    found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    launched = {kind: [n for n, each in enumerate(lanes) if each == kind and words[n]] for kind in {*lanes} - {0}}
+    for kind, mine in launched.items():
+        found[torch.tensor(mine, device=device)] = sums([words[n] for n in mine], kind, device)
+    for number in {*range(len(tensors))}.difference(*launched.values()):
+        found[number] = bits(tensors[number]).to(device)
+    return found
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether each of these tensors holds neither NaN nor infinity, (count,) bool on their device."""
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()
+
+
+@torch.no_grad()
+def largest_magnitude(tensors: Sequence[torch.Tensor]) -> float | None:
+    """The largest magnitude in tensors of floats, NaN where one is NaN; None where not one launch can tell. Waits for the device once."""
+    if not (tensors and tensors[0].is_cuda and _launches()):
+        return None
+    if any(hasattr(kind, "to_local") for kind in {type(t) for t in tensors}):
+        return None  # part of each is elsewhere
+    from qerl_nvfp4.sums import EXPONENT, largest, words_of
+
+    first = tensors[0]
+    if len({t.dtype for t in tensors}) > 1 or len({t.device for t in tensors}) > 1:
+        return None
+    words = [words_of(t) for t in tensors]
+    if first.dtype not in EXPONENT or None in words:
+        return None
+    bits_of = largest(words, 8 // first.element_size(), first.device)
+    return float(bits_of.to(_INTEGERS[first.element_size()]).view(first.dtype))
+
+
+@torch.no_grad()
+def rounded(
+    tensors: Sequence[torch.Tensor], factors: Sequence[float], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each tensor times its factor will be in `like`'s dtype, multiplied in float32 and rounded once: its `bits`, (count,) int64, and whether it
+    holds neither NaN nor infinity, (count,) bool; both on `like`'s device. Of values that are not finite the `bits` mean nothing."""
+    if like.is_cuda and _launches() and {(t.dtype, t.device) for t in tensors} == {(tensors[0].dtype, like.device)}:
+        from qerl_nvfp4.sums import EXPONENT, rounded_sums
+
+        if {like.dtype, tensors[0].dtype} <= EXPONENT.keys():
+            found, bad = rounded_sums([tensor.contiguous() for tensor in tensors], list(factors), like.dtype)
+            return found, bad == 0
+    sums, finite = [], []
+    for tensor, factor in zip(tensors, factors, strict=True):
+        alike = (tensor if factor == 1.0 else tensor.float() * factor).to(like)
+        sums.append(bits(alike))
+        finite.append(alike.isfinite().all())
+    return torch.stack(sums), torch.stack(finite)
+
+
+#: environment variables: the secret that server and trainer share, and the port for updates between hosts (any free one by default)
+SECRET, PORT = "QERL_SERVER_SECRET", "QERL_SERVER_DATA_PORT"
+
+
+def secret() -> str:
+    """The secret of this process, sent as a bearer token."""
+    value = os.environ.get(SECRET, "").strip()
+    if not value:
+        raise RuntimeError(
+            f"{SECRET} is not set, so anybody could change what the server computes. Set the same value for the server and the trainer:\n"
+            f"""export {SECRET}=$(python3 -c "import secrets; print(secrets.token_hex(32))")"""
+        )
+    return value
+
+
+def bearer(secret: str) -> str:
+    """The `Authorization` header of a request."""
+    return f"Bearer {secret}"
+
+
+def is_allowed(header: str | None, secret: str) -> bool:
+    """Whether a request with this `Authorization` header comes from the trainer."""
+    return hmac.compare_digest((header or "").encode(), bearer(secret).encode())

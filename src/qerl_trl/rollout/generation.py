@@ -5,49 +5,47 @@ What differs from the parent, method by method:
 | method | why |
 |---|---|
 | `_init_vllm` | builds one of our engines (engine.py), which reads the trainer's tensors or is compared with them; then it is probed |
-| `start` (new) | does that once training starts, where accelerate moves and shards the model only then (placement.py) |
-| `sync_weights` | puts into the engine what an update changes (trained.py): the adapter, never merged; with `full` every weight |
+| `start` (new) | does that once training starts, where accelerate moves and shards the model only then (supported.py) |
+| `sync_weights` | puts into the engine what an update changes (weights.py): the adapter, never merged; with `full` every weight |
 | `generate` | brings adapter and noise up to date first; lets the engine sleep afterwards; reports a dead engine as such |
 
 New is `rollout`, which the trainer puts around its whole `_generate`.
 
-Every `base_format` goes through here; arms.py says what each can do.
+Every `base_format` goes through here; supported.py says what each can do.
 """
 
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import ensure_master_addr_port
 
+from ..memory.plan import MemoryPlan
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
+from ..support.distributed import gathered
+from ..support.names import is_sharded
 from ..support.time_limit import deadline
-from . import adapter, pictures, requests
-from .colocated import in_process, memory_arguments
-from .contract import check_contents
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
-from .placement import StartsEngine, placed_in_training
-from .probe import Probe, ProbeResult, report, run_prompts
-from .spec import EngineSpec, at_a_time
-from .weights import TrainedWeights, trained_part
+from .probe import Probe, ProbeResult, check_contents, report, run_prompts
+from .spec import EngineSpec, at_a_time, check_vocabulary, pictures_may_come
+from .supported import check_sharding, placed_in_training
+from .weights import TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
-
 NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
 
 
 class QeRLVLLMGeneration(VLLMGeneration):
-    """Generation in vLLM for a QeRL trainer; built in place of TRL's `VLLMGeneration`, with the same arguments.
-
-    Args:
-        trainer: the trainer; read for `args`, `aqn` and `state`.
-    """
+    """Generation in vLLM for a QeRL trainer; built in place of TRL's `VLLMGeneration`, with the same arguments and the trainer."""
 
     engine: Engine
 
@@ -64,15 +62,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        chosen = requests.arguments(trainer, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
+        chosen = sampling_arguments(trainer, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
 
     # ------------------------------------------------------------------ start
 
     def _init_vllm(self) -> None:
-        adapter.check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
-        adapter.check_vocabulary(self.model)
+        check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
+        check_vocabulary(self.model)
         self.trained = trained_part(self.model)
         self.waits = placed_in_training(self.accelerator)
         if self.waits and self.mode == "colocate":
@@ -93,8 +91,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def start(self) -> None:
         """Build and check what waited for the model to be on its device, in the form in which it is trained. Every process calls it, after
-        accelerate has prepared the model; does nothing the second time. Raises as `run_probe` does.
-        """
+        accelerate has prepared the model; does nothing the second time."""
         if not self.waits:
             return
         if self.mode == "colocate":
@@ -123,18 +120,13 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def probe_noise(self) -> None:
         """Compare them under noise. Every process calls it, once `trainer.aqn` knows the norms. Raises [`RolloutError`] where
-        `rollout_probe="refuse"`, or where the engine computes one of these norms in a way that cannot carry noise."""
+        `rollout_probe="refuse"`, `ValueError` where the engine has a norm that cannot carry noise."""
         if self.waits or self.probe_result is None:
             return  # `start` does it, or nobody
         self.engine.wake()
         same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # nothing was loaded since
         known, under = (self._clean if same else None), self.trainer.aqn.under
-        try:
-            self.noise_result = self._probe.noise(self.sync_noise, under, known)
-        except (ValueError, RuntimeError) as error:
-            if isinstance(error, RolloutError):
-                raise
-            raise RolloutError(f"Noise cannot be put on the engine's norms: {error}") from error
+        self.noise_result = self._probe.noise(self.sync_noise, under, known)
         self._check()
         self._report(self.noise_result, "Noise probe")
         self.engine.sleep()
@@ -170,7 +162,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             scale_rule=args.scale_rule,
             dtype=self._compute_dtype(),
             revision=(args.model_init_kwargs or {}).get("revision"),
-            pictures=pictures.may_come(self.trainer, self.processing_class),
+            pictures=pictures_may_come(self.trainer, self.processing_class),
             max_model_len=self.max_model_length,
             max_num_seqs=at_a_time(args, self.mode, self.max_num_seqs),
             model_impl=self.model_impl,
@@ -196,16 +188,42 @@ class QeRLVLLMGeneration(VLLMGeneration):
         return compute_dtype(self.model)
 
     def _in_process(self) -> Engine:
-        return in_process(self)
+        from .vllm.engine import InProcessEngine
+
+        accelerator, tp, args = self.accelerator, self.tensor_parallel_size, self.trainer.args
+        if accelerator.num_processes % tp:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={tp} must divide the number of processes, {accelerator.num_processes}."
+            )
+        self.tp_group = None
+        if tp > 1:
+            groups = [list(range(i, i + tp)) for i in range(0, accelerator.num_processes, tp)]
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+        ensure_master_addr_port()
+        # weights that are trained themselves change while the engine is not looking, and are mostly float32
+        wanted = args.share_weights and isinstance(self.trained, TrainedAdapter)
+        self.shared = wanted and tp == 1 and not is_sharded(self.model)
+        if wanted and not self.shared:
+            logger.warning(
+                "share_weights=True needs one unsharded process per engine: vLLM gets a copy. Set share_weights=False, or vllm_tensor_parallel_size=1.",
+            )
+        sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent would sleep at level 2
+        placement = {
+            "tensor_parallel_size": tp,
+            "distributed_executor_backend": "external_launcher",
+            # the same seed in a tensor-parallel group, so that its ranks sample the same tokens
+            "seed": accelerator.process_index // tp,
+        }
+        arguments = placement | agreed(memory_arguments(self), self.tp_group) | (args.vllm_engine_kwargs or {})
+        return InProcessEngine(self.model, self.spec, self.shared, sleeps, self.tp_group, arguments)
 
     # ------------------------------------------------------------------ sync
 
     def sync_weights(self, draw: NoiseDraw | None = None) -> None:
-        """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded.
-
-        Args:
-            draw: of the noise that is put with it, where it changes.
-        """
+        """Put what is trained into the engine, and the noise of `draw` where it changes. Collective where parameters are sharded."""
         self._check_started()
         self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
         part = None if self.trained.whole() else self.trained.stamp()
@@ -253,9 +271,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def rollout(self) -> Iterator[None]:
         """Around a whole rollout of the trainer (its `_generate`): whatever samples from the engine inside, a rollout function, a tool,
         an environment or `generate`, meets the weights and the noise of this moment. One draw, one limit of time, one sleep afterwards.
-
-        Raises:
-            [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
         """
         with self._up_to_date():
             self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more
@@ -265,11 +280,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """As the parent's, with the adapter and the noise of this very moment, and on a server with seeds that are a function of the run's and
-        of the step, so that a run that goes on draws what it would have drawn.
-
-        Raises:
-            [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
-        """
+        of the step, so that a resumed run draws what it would have drawn."""
         training, step = self.trainer.model.training, self.trainer.state.global_step
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
@@ -280,12 +291,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _seeded_server(self, *which: int) -> Iterator[None]:
-        """Inside, TRL's `generate` asks a server with a seed for each prompt (server.py), unless the user gave one, be it None: a server's own generator is
-        in no checkpoint.
-
-        Args:
-            which: step, 1 in training and 0 else, and which call of these it is.
-        """
+        """Inside, TRL's `generate` asks a server with a seed for each prompt, unless the user gave one: a server's own generator is in no
+        checkpoint. `which`: step, 1 in training and 0 else, and which call of these it is."""
         own = self.generation_kwargs
         if self.mode == "server" and "seed" not in own:
             self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, *which))}
@@ -296,25 +303,18 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Greedy completions (token ids) of this process's prompts (token ids): adapter as it is at this moment, noise off.
-
-        Every process calls it.
-
-        Raises:
-            [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
-        """
+        Every process calls it."""
         return [completion.tokens for completion in self._complete(prompts, Sampling(max_tokens), NO_NOISE)]
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """As `generate_greedily`, drawn as `sampling` says, with log-probabilities; inside a rollout of training, under its noise.
-
-        Every process calls it, each with as many prompts as it has.
-        """
+        Every process calls it, each with as many prompts as it has."""
         return self._complete(prompts, sampling, None if self._inside and self.trainer.model.training else NO_NOISE)
 
     def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, draw: NoiseDraw | None
     ) -> list[Completion]:
-        requests.check_lengths(prompts, sampling.max_tokens, self.max_model_length)
+        check_lengths(prompts, sampling.max_tokens, self.max_model_length)
         sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
         with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
@@ -322,12 +322,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1) -> Iterator[None]:
-        """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
+        """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards. `rollouts`: how many
+        rollouts' time it may take.
 
         Re-entrant: the inner block keeps the outer time limit, leaves the engine awake, and restores the outer noise.
-
-        Args:
-            rollouts: how many rollouts' time it may take.
         """
         self._check_started()
         if self._inside:
@@ -366,11 +364,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self.sync_noise(draw)
 
     def _check(self) -> None:
-        """Whether the engine computes with what the trainer put there last.
-
-        Raises:
-            [`RolloutError`]: it does not.
-        """
         contents = self.engine.contents()
         if contents is not None:
             check_contents(contents, self._put, self._draw)
@@ -378,14 +371,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _limited(self, rollouts: int) -> contextlib.AbstractContextManager[None]:
         """`rollout_timeout` for what is inside."""
         timeout = self.trainer.args.rollout_timeout
-
-        def late() -> RolloutError:
-            return RolloutError(
-                f"vLLM did not finish a rollout within rollout_timeout={timeout:g} s. If the engine, a tool or a rollout function hangs, restart; if the "
-                "limit is too short for these lengths, raise it."
-            )
-
-        return deadline(timeout and timeout * rollouts, late)
+        late = "vLLM did not finish a rollout within rollout_timeout={:g} s. If it, a tool or a rollout function hangs, restart; else raise the limit."
+        return deadline(timeout and timeout * rollouts, lambda: RolloutError(late.format(timeout)))
 
     @contextlib.contextmanager
     def _engine_errors(self) -> Iterator[None]:
@@ -406,3 +393,54 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Stop the engine and give its memory back. Safe to call twice."""
         self.engine.close()
         vars(self).update(self.engine.trl_attributes())
+
+
+def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | None") -> dict[str, Any]:
+    """The smallest of each number over all processes of one engine: each planned for its own GPU, and their schedulers have to decide alike.
+    Collective in `group`; None: an engine of one process."""
+    if group is None:
+        return arguments
+    every = gathered(arguments, group)
+    names = {name: None for each in every for name in each}  # a plan with less room has more of them
+    return {name: min(each[name] for each in every if name in each) for name in names}
+
+
+def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:
+    """What `LLM` is told about memory: the user's share of the GPU, or a planned KV cache."""
+    if generation.gpu_memory_utilization is not None:
+        return {"gpu_memory_utilization": generation.gpu_memory_utilization}
+    plan: MemoryPlan = generation.trainer.memory_plan
+    plan.check()
+    return plan.engine_arguments()
+
+
+class StartsEngine(TrainerCallback):
+    """Starts the engine between accelerate's preparation of the model and the first step."""
+
+    def __init__(self, generation: "QeRLVLLMGeneration") -> None:
+        self._generation = generation
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._generation.start()
+
+
+def sampling_arguments(trainer: Any, mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling arguments: the user's, the trainer's end tokens, and in process no text, which TRL does not read and which
+    takes as long as a step of the GPU. With `stop` vLLM looks for words in it."""
+    ends = {} if chosen.get("ignore_eos") else {"stop_token_ids": trainer.eos_token_ids}
+    text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
+    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | ends
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | None) -> None:
+    """Whether prompts and their completions fit an engine of `limit` tokens; warns where only the completions may not."""
+    longest = max(map(len, prompts), default=0)
+    if limit is None or longest + max_tokens <= limit:
+        return
+    text = (
+        f"The longest prompt has {longest} tokens; with {max_tokens} new ones that is beyond the engine's {limit}. Give "
+        "the trainer these prompts as eval_dataset, so that the engine is built for them, or raise vllm_max_model_length."
+    )
+    if longest >= limit:
+        raise ValueError(text)
+    logger.warning("%s Completions that get there are cut off.", text)

@@ -1,11 +1,11 @@
 """Whether a server runs the trainer's model: its settings, and every linear layer, embedding and norm by name and checksum.
 
-Checksums add up over tensor-parallel shards, so the trainer need not know how the server cuts a matrix. The worker's half is vllm/describe.py.
+Checksums add up over tensor-parallel shards, so the trainer need not know how the server cuts a matrix. The worker's half is vllm/worker.py.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,47 +14,10 @@ from transformers import PreTrainedModel
 from ..noise.generator import sample as noise_sample
 from ..nvfp4.linear import NVFP4Linear
 from ..support.names import canonical_name
-from .adapter import active_adapter, linear_layers, rollout_layers, trained_norms
-from .spec import LOGPROBS_MODE, EngineSpec
+from .spec import LOGPROBS_MODE, EngineSpec, active_adapter, linear_layers, rollout_layers, trained_norms
+from .weights import WeightSummary, summary
 
 _WORDS = {"nvfp4": "NVFP4", "dense": "dense"}
-#: elements that are counted at a time; each takes 4 bytes meanwhile
-_CHUNK = 2**26
-
-
-class WeightSummary(NamedTuple):
-    """One weight, or one rank's shard of it.
-
-    kind: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
-    numel: elements (of the packed bytes for NVFP4), without padding.
-    sums: `checksum`; for NVFP4 of the codes, then of the block scales.
-    divisor: NVFP4's global scale, else 0.
-    """
-
-    kind: str
-    numel: int
-    sums: list[int]
-    divisor: float = 0.0
-
-
-def checksum(tensor: torch.Tensor) -> list[int]:
-    """Sums of the squared byte values of a tensor, one per byte of its elements (two for bf16); those of shards add up, and padding adds 0."""
-    bytes_EB = tensor.detach().contiguous().view(torch.uint8).view(-1, tensor.element_size())
-    squares = torch.arange(256, dtype=torch.int64, device=tensor.device) ** 2
-    return [
-        sum(int((torch.bincount(part.int(), minlength=256) * squares).sum()) for part in column.split(_CHUNK))
-        for column in bytes_EB.unbind(1)
-    ]
-
-
-def packed_summary(packed: torch.Tensor, scale: torch.Tensor, divisor: float) -> WeightSummary:
-    """Of packed (N, K/2), block scales (N, K/16) and the global scale."""
-    return WeightSummary("nvfp4", packed.numel(), [*checksum(packed), *checksum(scale)], divisor)
-
-
-def plain_summary(kind: str, weight: torch.Tensor) -> WeightSummary:
-    """Of a weight that is not packed; norms as float32, whatever dtype either side keeps them in."""
-    return WeightSummary(kind, weight.numel(), checksum(weight.float() if kind == "norm" else weight))
 
 
 def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:
@@ -63,16 +26,18 @@ def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Weigh
     head = cast(PreTrainedModel, model).get_output_embeddings()  # PeftModel passes it on
     for name, layer in linear_layers(model).items():
         if isinstance(layer, NVFP4Linear):
-            summaries[name] = packed_summary(layer.weight_packed, layer.weight_scale, float(layer.global_scale))
+            summaries[name] = summary(
+                "nvfp4", layer.weight_packed, layer.weight_scale, divisor=float(layer.global_scale)
+            )
         else:
-            summaries[name] = plain_summary("embedding" if layer is head else "dense", layer.weight)
+            summaries[name] = summary("embedding" if layer is head else "dense", layer.weight)
         if layer.bias is not None:
-            summaries[f"{name}.bias"] = plain_summary("bias", layer.bias)
+            summaries[f"{name}.bias"] = summary("bias", layer.bias)
     wanted = set(names) - set(trained_norms(model)) - set(summaries)
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is not None and canonical_name(name) in wanted:
-            summaries[canonical_name(name)] = plain_summary("norm" if weight.ndim == 1 else "embedding", weight)
+            summaries[canonical_name(name)] = summary("norm" if weight.ndim == 1 else "embedding", weight)
     return summaries
 
 
@@ -101,15 +66,15 @@ def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str,
         causes["nvfp4"] = f"scale_rule={rule!r} there, {spec.scale_rule!r} in the trainer"
     theirs = {name: [WeightSummary(*rank["weights"][name]) for rank in ranks] for name in first["weights"]}
     mine = trainer_summaries(model, theirs)
-    for name, summary in mine.items():
-        kind = _WORDS.get(summary.kind, summary.kind)
+    for name, weight in mine.items():
+        kind = _WORDS.get(weight.kind, weight.kind)
         if name not in theirs:
-            if summary.kind == "nvfp4":
+            if weight.kind == "nvfp4":
                 groups["it has no layer for"].append(name)
-        elif (there := theirs[name][0].kind) != summary.kind:
+        elif (there := theirs[name][0].kind) != weight.kind:
             groups[f"{_WORDS.get(there, there)} there and {kind} in the trainer:"].append(name)
-        elif not _same(summary, theirs[name]):
-            groups[f"other {kind} weights ({causes.get(summary.kind, 'another checkpoint')}):"].append(name)
+        elif not _same(weight, theirs[name]):
+            groups[f"other {kind} weights ({causes.get(weight.kind, 'another checkpoint')}):"].append(name)
     for name, shards in theirs.items():
         if name not in mine and shards[0].kind in _WORDS:
             groups["layers that the trainer's model does not have:"].append(name)

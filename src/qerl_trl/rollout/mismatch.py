@@ -12,21 +12,21 @@ With p the policy that is trained, q the one that sampled, and r = p / q of a sa
 Shapes: B sequences, T tokens of a completion.
 """
 
-import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from transformers.utils import logging
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import pad
 
+from ..config import QeRLConfig
 from ..noise.callback import AQNCallback
 from ..support.trl import OnlineTrainer
-from .behaviour import logps_of_engine
 
-if TYPE_CHECKING:
-    from ..config import QeRLConfig
-
-logger = logging.getLogger(__name__)
-
+logger = logging.get_logger(__name__)
 Sampler = Literal["all", "top_p", "some", "reweighed"]
 #: sequences of a rollout on which the mismatch is estimated when there are no log-probabilities of all of it
 _SAMPLE = 8
@@ -61,11 +61,8 @@ class Mismatch(NamedTuple):
 def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> Mismatch | None:
     """Compare the log-probabilities of a rollout (TRL's dictionary of a generated batch), over all processes.
 
-    Where both are at hand (`rollout/behaviour.py`), over the whole rollout. RLOO keeps none per token: with noise in the rollout only they are
+    Where both are at hand (`rollout/mismatch.py`), over the whole rollout. RLOO keeps none per token: with noise in the rollout only they are
     computed on the first few sequences, clean and noisy (of text: pictures are not fed again). `None`: the two policies are the same.
-
-    Raises:
-        RuntimeError: the engine returned not one finite log-probability.
     """
     mask = rollout["completion_mask"].bool()
     if "tool_mask" in rollout:
@@ -83,12 +80,12 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
             sampled = sampled[:count]
         elif (
             sampled is None or not trainer.args.use_vllm
-        ):  # what a rollout function returns without an engine nobody reads
+        ):  # nobody reads what a rollout function returns without an engine
             return None
     found = of_logps(trainer, trained, sampled, mask)
     ratio = rollout.get("importance_sampling_ratio")
     if ratio is not None:
-        args = cast("QeRLConfig", trainer.args)  # RLOO has no such correction and returns no ratio
+        args = cast(QeRLConfig, trainer.args)  # RLOO has no such correction and returns no ratio
         low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
         cut = truncated_fraction(ratio, mask, args.vllm_importance_sampling_mode, low, high)
         found = found._replace(truncated_fraction=trainer.accelerator.gather(cut).mean().item())
@@ -98,11 +95,7 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
 def of_logps(
     trainer: OnlineTrainer, trained: torch.Tensor | None, sampled: torch.Tensor, mask: torch.Tensor
 ) -> Mismatch:
-    """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes.
-
-    Raises:
-        RuntimeError: more than one in a hundred is not finite.
-    """
+    """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes."""
     known = mask & sampled.isfinite()
     logps = sampled.double().where(known, 0.0)
     d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
@@ -169,11 +162,7 @@ class MismatchWatch:
         self._beyond = {"kl": 0, "gap": 0}
 
     def rollout(self, trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> None:
-        """Look at one rollout, TRL's dictionary of a generated batch; in evaluation at those of vLLM, which then has no noise.
-
-        Raises:
-            RuntimeError: see the class, and `measure`.
-        """
+        """Look at one rollout, TRL's dictionary of a generated batch; in evaluation at those of vLLM, which then has no noise."""
         training = trainer.model.training
         found = measure(trainer, aqn if training else None, rollout)
         if found is None:
@@ -192,7 +181,7 @@ class MismatchWatch:
         found: Mismatch,
         step: int,
         noisy: bool,
-        bounds: tuple[float, float] = (0.0, 0.0),
+        bounds: tuple[float, float] = (0, 0),
         sampled_from: Sampler = "all",
     ) -> None:
         """Warn or stop.
@@ -200,7 +189,6 @@ class MismatchWatch:
         Args:
             noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
             bounds: of the gap, if the log-probabilities are right.
-            sampled_from: see [`sampler`].
         """
         if found.nan_logps:
             logger.warning(
@@ -278,3 +266,92 @@ def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
         return 0.0, 0.0
     least = math.log(args.top_p) if sampled_from == "top_p" else -math.inf
     return least if same else -math.inf, 0.0 if args.use_vllm else -least
+
+
+#: where TRL's `GRPOTrainer._generate` returns what it generated; RLOO returns three things and corrects for no engine
+_LOGPS, _IMAGES, _COUNT = 4, 6, 8
+
+
+def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple) -> tuple:
+    """What TRL's `_generate` returned in training, with the log-probabilities of the noisy policy where it has none.
+
+    Unchanged without noise, for vLLM and for RLOO. A rollout function's own log-probabilities are taken as they are.
+    """
+    if len(generated) != _COUNT or aqn is None or aqn.engine or aqn.scope != "rollout" or not aqn.sigma > 0:
+        return generated  # not another policy than the one that is trained
+    if generated[_LOGPS] is not None:
+        trainer.use_vllm = True  # from here to the end of the batch; `corrected` puts it back
+        return generated
+    if generated[_IMAGES] is not None:
+        logger.warning_once(
+            "The prompts hold pictures, so transformers' rollouts under noise are not importance-corrected. Use aqn_scope='policy' or use_vllm=True."
+        )
+        return generated
+    with aqn.noisy():
+        logps = _behaviour_logps(trainer, generated[0], generated[1])
+    trainer.use_vllm = True
+    return (*generated[:_LOGPS], logps, *generated[_LOGPS + 1 :])
+
+
+def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -> None:
+    """Warn before training if nothing corrects this trainer for noise in the rollout only."""
+    if aqn is None or aqn.scope != "rollout":
+        return
+    if not hasattr(trainer, "vllm_importance_sampling_correction"):
+        why = "has no importance sampling correction"
+    elif not trainer.vllm_importance_sampling_correction:
+        why = "has vllm_importance_sampling_correction=False"
+    else:
+        return
+    logger.warning(
+        "%s %s, so that with aqn_scope='rollout' it trains on noisy samples as if the clean policy had said it. Use aqn_scope='policy' or aqn=False.",
+        type(trainer).__name__,
+        why,
+    )
+
+
+@contextmanager
+def corrected(trainer: OnlineTrainer, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """In the block TRL corrects a `batch` that has importance ratios. It asks `use_vllm` whether to, which is as before afterwards."""
+    before = trainer.use_vllm
+    trainer.use_vllm = before or (batch is not None and "importance_sampling_ratio" in batch)
+    try:
+        yield
+    finally:
+        trainer.use_vllm = before
+
+
+def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor | None:
+    """Log-probabilities (B, T) that vLLM returned for the completions `like` of this rollout, where TRL's trainer (RLOO) drops them."""
+    rows = getattr(getattr(trainer, "vllm_generation", None), "sampled_logps", None)
+    if rows is None or len(rows) != len(like):
+        return None
+    logps = torch.zeros(like.shape, dtype=torch.float32)
+    for line, row in zip(logps, rows, strict=True):
+        line[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
+    return logps.to(like.device)
+
+
+@torch.no_grad()
+def _behaviour_logps(
+    trainer: OnlineTrainer, prompts: list[list[int]], completions: list[list[int]]
+) -> list[list[float]]:
+    """Log-probabilities of each completion's tokens under the model as it is now, in the batch that TRL makes of them."""
+    device, padding = trainer.accelerator.device, trainer._tokenizer.pad_token_id
+    multiple = trainer.pad_to_multiple_of
+
+    def batch(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+        ones = [torch.ones_like(row) for row in ids]
+        padded = pad(ids, padding_value=padding, padding_side=side, pad_to_multiple_of=multiple)
+        return padded.to(device), pad(ones, padding_value=0, padding_side=side, pad_to_multiple_of=multiple).to(device)
+
+    before, after = batch(prompts, "left"), batch(completions, "right")
+    ids, mask = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
+    # as many at a time as TRL takes (no logits: its head works in chunks of tokens and vocabulary)
+    size = trainer.args.per_device_train_batch_size
+    options: Any = trainer.args.gradient_checkpointing_kwargs
+    with disable_gradient_checkpointing(trainer.model, options):
+        scored = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, after[0].size(1), batch_size=size)
+    logps = scored[0].float().cpu()
+    return [row[: len(tokens)].tolist() for row, tokens in zip(logps, completions, strict=True)]

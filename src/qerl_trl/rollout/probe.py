@@ -4,7 +4,7 @@ The engine completes a few prompts of the run greedily, and the trainer scores t
 log-probabilities, in nats:
 
     clean difference   engine and trainer, adapter off
-    rounding           trainer and trainer, in two honest arithmetics: its own, and float32 (rounding.py)
+    rounding           trainer and trainer, in two honest arithmetics: its own, and float32 ([`other_arithmetic`])
     effect             trainer with and without a probe adapter, on tokens sampled without it
     difference         engine and trainer, both with the probe adapter, on tokens that the engine samples with it
 
@@ -40,19 +40,20 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from trl.data_utils import maybe_apply_chat_template
 
 from ..noise.hooks import NoiseDraw
-from ..nvfp4.linear import decoded_weights
+from ..nvfp4.linear import NVFP4Linear, compute_dtype, decode_into, decoded_weights
 from ..support.names import local_tensor, reshard, set_whole
 from ..support.phases import evaluation_mode
-from .adapter import active_adapter, rollout_layers
-from .engine import Completion, Engine, RolloutError, Sampling
-from .rounding import other_arithmetic
+from .engine import Completion, Contents, Engine, RolloutError, Sampling
+from .spec import active_adapter, rollout_layers
 
 logger = logging.getLogger(__name__)
-
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
 CLEAN, SHARE, CONTRAST = 4.0, 0.15, 10.0
@@ -137,14 +138,8 @@ class Probe:
             yield
 
     def adapter(self, sync: Callable[[], None]) -> tuple[ProbeResult, Clean | None]:
-        """Compare a started engine with the trainer.
-
-        Args:
-            sync: puts what is trained into the engine.
-
-        Returns:
-            The result, and what was measured without the adapter where that is the model as it is: it has none, or B is zero.
-        """
+        """Compare a started engine with the trainer, from which `sync` puts what is trained into the engine. Also returns what was measured
+        without the adapter where that is the model as it is: it has none, or B is zero."""
         with self._scoring():
             layers: list[LoraLayer] = []
             name = ""
@@ -166,6 +161,10 @@ class Probe:
                     strength = fraction * size / (layer.scaling[name] * up.shape[1] ** 0.5)
                     set_whole(up, torch.randn(up.shape, generator=generator, device=self.device).mul_(strength))
 
+            def restore() -> None:
+                for up, own in zip(ups, saved, strict=True):
+                    up.copy_(own)  # both whole, or both this process's part
+
             def sample(fraction: float) -> list[Completion]:
                 adapt(fraction)
                 sync()
@@ -184,11 +183,11 @@ class Probe:
                 if layers and result.fault is None:
                     result = self._compared("adapter", FRACTIONS, known, sample, adapt)
             except BaseException:
-                _copy(ups, saved)
+                restore()
                 with contextlib.suppress(RuntimeError, ValueError, OSError):  # an engine that failed may fail again
                     sync()
                 raise
-            _copy(ups, saved)
+            restore()
             sync()
             return result, as_it_is
 
@@ -201,9 +200,8 @@ class Probe:
         """Whether noise changes what the engine computes as it changes the trainer's model, with the adapter as it is. The engine is clean afterwards.
 
         Args:
-            put: puts the noise of a draw on the engine's norms; sigma 0 takes it away.
-            under: inside, the trainer's model computes with the noise of a draw.
-            known: what was measured of engine and model as they are, on all processes; `None` measures it.
+            put, under: put the noise of a draw on the engine's norms, and on the trainer's within a block.
+            known: what was measured without noise, on all processes; `None` measures it.
         """
 
         def draw_of(sigma: float) -> NoiseDraw:
@@ -221,10 +219,7 @@ class Probe:
 
     def again(self, then: float | None = None) -> ProbeResult:
         """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
-
-        Args:
-            then: the rounding at start. It is measured again where that of then does not explain the difference.
-        """
+        `then`: the rounding at start, measured again where it does not explain the difference."""
         with self._scoring():
             known = self._clean(then)
             if then is not None and not known.difference <= CLEAN * then + FLOOR[self.dtype]:
@@ -236,7 +231,12 @@ class Probe:
         scored = self._score(completions)
         if rounding is None:
             rounding = mean_difference(scored, self._score(completions, exact=True))
-        return Clean(completions, scored, mean_difference(scored, _logps_of(completions)), rounding)
+        return Clean(
+            completions,
+            scored,
+            mean_difference(scored, torch.tensor([completion.logps for completion in completions])),
+            rounding,
+        )
 
     def _compared(
         self,
@@ -246,11 +246,8 @@ class Probe:
         sample: Callable[[float], list[Completion]],
         change: Callable[[float], contextlib.AbstractContextManager[None] | None],
     ) -> ProbeResult:
-        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough.
-
-        Args:
-            change: changes the trainer's model by a size, for good or as long as what it returns is open.
-        """
+        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough. `change` changes the trainer's model by a
+        size, for good or as long as what it returns is open."""
 
         def score(completions: list[Completion], size: float, exact: bool = False) -> torch.Tensor:
             with change(size) or contextlib.nullcontext():
@@ -273,7 +270,9 @@ class Probe:
         if best < CONTRAST:
             return result
         completions = sample(size)
-        difference = mean_difference(score(completions, size), _logps_of(completions))
+        difference = mean_difference(
+            score(completions, size), torch.tensor([completion.logps for completion in completions])
+        )
         return replace(result, size=size, difference=difference)
 
     def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
@@ -320,11 +319,7 @@ def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) 
 
 
 def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:
-    """Log a result; warn where it is undecided or a fault.
-
-    Raises:
-        [`RolloutError`]: a fault, and `mode` is "refuse".
-    """
+    """Log a result; warn where it is undecided or a fault."""
     logger.info("%s: %s", name, result)
     if result.undecided:
         logger.warning("%s: %s. Training starts unchecked; rollout_probe='off' skips this.", name, result)
@@ -343,15 +338,6 @@ def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Their values, with one wait for the device."""
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)  # both whole, or both this process's part
-
-
-def _logps_of(completions: list[Completion]) -> torch.Tensor:
-    return torch.tensor([completion.logps for completion in completions])
 
 
 def _last_logits(model: nn.Module, count: int) -> dict[str, int]:
@@ -378,6 +364,90 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
     handles = [module.register_forward_hook(measure) for pair in watched for module in pair]
     try:
         yield lambda: _together([(measured[base] / measured[down].clamp_min(1e-12)).median() for base, down in watched])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_SYNC = "Only the trainer may write into the engine. If nobody else does, report it"
+
+
+def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) -> None:
+    """Refuse an engine that does not compute with what the trainer put there last: the weights of fingerprint `put`, the noise of `draw`."""
+    if contents.received != put:
+        raise RolloutError(
+            f"The engine does not hold the trainer's latest weights (it has update {contents.received}, not {put}), so the rollout came from a "
+            f"stale policy. {_SYNC}."
+        )
+    sigma, wanted = (0.0 if noise is None else noise.sigma for noise in (contents.draw, draw))
+    if (sigma or wanted) and contents.draw != draw:
+        left = "noise was left on" if not wanted else "its noise is missing" if not sigma else "it has another noise"
+        raise RolloutError(
+            f"The engine's norms carry {_noise(contents.draw)} and should carry {_noise(draw)}: {left}. {_SYNC}."
+        )
+    if contents.damaged:
+        raise RolloutError(
+            f"The engine no longer holds what was put into it, in {len(contents.damaged)} tensors ({', '.join(contents.damaged[:4])}): the copy was "
+            f"lost or made by half. {_SYNC}."
+        )
+
+
+def _noise(draw: NoiseDraw | None) -> str:
+    return (
+        f"sigma {draw.sigma:g} of step {draw.step}, generation {draw.generation}" if draw and draw.sigma else "no noise"
+    )
+
+
+#: elements of a matrix that are cast to float32 at a time
+_CHUNK = 2**26
+
+
+class _Cast(TorchFunctionMode):
+    """Inside, the operands of products and norms and what embeddings give are cast."""
+
+    OPERANDS = (F.linear, F.conv1d, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, torch.matmul)
+
+    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.cast = lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.embedding:
+            return self.cast(function(*args, **kwargs))
+        if function in self.OPERANDS:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            # a head, a part of its rows at a time
+            if function is F.linear and args[1].numel() > _CHUNK and bias is None:
+                rows = args[1].split(max(1, _CHUNK // args[1].shape[1]))
+                return torch.cat([F.linear(self.cast(args[0]), self.cast(part)) for part in rows], -1)
+            args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=output.device)
+    decode_into(weight, *layer.nvfp4)
+    return F.linear(args[0].float(), weight.float(), None if layer.bias is None else layer.bias.float())
+
+
+@contextlib.contextmanager
+def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the model computes as honestly as outside, and rounds elsewhere: in float32 where it computes in 16 bits; under autocast where
+    only the engine does; with TF32's operands where neither does."""
+    if (own := compute_dtype(model)) == torch.float32 and dtype != own:
+        with torch.autocast(next(model.parameters()).device.type, dtype):
+            yield
+        return
+
+    def tf32(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.float().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)] if own != torch.float32 else []
+    handles = [layer.register_forward_hook(_float32_product) for layer in packed]
+    try:
+        with torch.compiler.set_stance("force_eager"), _Cast(tf32 if own == torch.float32 else torch.Tensor.float):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -1,6 +1,6 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-An update goes through memory that trainer and server share, or between hosts as one HTTP body (transport.py); noise goes as four numbers. The
+An update goes through memory that trainer and server share, or between hosts as one HTTP body (weights.py); noise goes as four numbers. The
 server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
 not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
 """
@@ -25,11 +25,27 @@ from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
 from ..noise.hooks import NoiseDraw
-from .engine import Completion, Contents, Engine, RolloutError, Sampling, Seeds, gather_prompts
+from .engine import (
+    CALL,
+    LISTEN,
+    MESSAGE_TIMEOUT,
+    PORT,
+    SECRET,
+    AdapterTensors,
+    Completion,
+    Contents,
+    Engine,
+    RolloutError,
+    Sampling,
+    Seeds,
+    Update,
+    bearer,
+    gather_prompts,
+    secret,
+)
 from .handshake import differences
 from .spec import EngineSpec
-from .transport import PORT, SECRET, SharedMemory, UpdateLayout, bearer, checksum_of, secret
-from .wire import CALL, LISTEN, MESSAGE_TIMEOUT, AdapterTensors, Update
+from .weights import SharedMemory, UpdateLayout, checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +60,7 @@ CONCURRENCY = 256
 
 
 class Client(VLLMClient):
-    """TRL's client with the server's secret, the trainer's own calls, and a seed for each prompt.
-
-    Raises:
-        `ConnectionError`: no server answers within `timeout` seconds.
-        [`RolloutError`]: another service answers, or the server has another secret.
-    """
+    """TRL's client with the server's secret, the trainer's own calls, and a seed for each prompt."""
 
     #: a rank's answer to `qerl_describe`; where updates go over the network; another one after a restart of the server
     description: Mapping[str, Any]
@@ -82,11 +93,7 @@ class Client(VLLMClient):
         return request
 
     def call(self, method: str, *args: str, reset: bool = False) -> list[dict]:
-        """One method of the worker extension on every rank, then the reset of the prefix cache; "" for the reset alone.
-
-        Raises:
-            [`RolloutError`]: the server refused.
-        """
+        """One method of the worker extension on every rank, then the reset of the prefix cache; "" for the reset alone."""
         told = {"method": method, "args": args, "reset": reset}
         content = self._post(self.base_url + CALL, json=told, timeout=MESSAGE_TIMEOUT)
         answers = content.get("results", [])
@@ -111,11 +118,7 @@ class Client(VLLMClient):
         self.data_url = f"{parts.scheme}://{host}:{port}/"
 
     def upload(self, data: Any) -> str:
-        """Send an update to the server's host; the name of the memory that holds it there.
-
-        Raises:
-            [`RolloutError`]: the port for updates cannot be reached.
-        """
+        """Send an update to the server's host; the name of the memory that holds it there."""
         try:
             response = self.session.put(self.data_url, data=data, timeout=MESSAGE_TIMEOUT)
             response.raise_for_status()
@@ -151,11 +154,7 @@ class Client(VLLMClient):
 
 
 def _content(response: requests.Response) -> dict:
-    """The JSON of an answer.
-
-    Raises:
-        [`RolloutError`]: a refusal, with the server's words and what to do; or another service.
-    """
+    """The JSON of an answer."""
     with contextlib.suppress(ValueError):
         if response.status_code == 200:
             return response.json()
@@ -182,18 +181,7 @@ def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 class ServerEngine(Engine):
-    """A connection to a running server, checked against the trainer's model.
-
-    Args:
-        url: base URL of the server.
-        spec: what the server has to run.
-        model: the trainer's PEFT model.
-        timeout: seconds to wait for the server to answer at all.
-
-    Raises:
-        `ConnectionError`: no server answers.
-        `RuntimeError`: there is no secret, or the server has another secret, adapter buffers or weights.
-    """
+    """A connection to the server at `url`, checked against the trainer's PEFT model and its `spec`. Waits `timeout` seconds for an answer."""
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
         self.spec, self.url, self._model = spec, url, model
@@ -220,17 +208,12 @@ class ServerEngine(Engine):
         return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
     def _check(self) -> None:
-        """Compare what the server runs with the trainer's model, and find out whether memory can be shared.
-
-        Raises:
-            `RuntimeError`: they differ; says where, and gives the command that starts the right server.
-        """
-        name = ""
+        """Compare what the server runs with the trainer's model, and find out whether memory can be shared."""
+        probe = None
         with contextlib.suppress(OSError):  # no /dev/shm
             probe = SharedMemory(1, torch.device("cpu"))
-            name = probe.name
         try:
-            ranks = self.client.call("qerl_describe", name)
+            ranks = self.client.call("qerl_describe", probe.name if probe else "")
             self._local, self._run = all(rank["same_host"] for rank in ranks), self.client.run
             if not self._local:
                 self.client.listen()
@@ -246,19 +229,16 @@ class ServerEngine(Engine):
         logger.info("Updates go to %s %s.", self.url, "through /dev/shm" if self._local else "over the network")
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        self._put(Update(adapter, norms))
+        self.put(Update(adapter, norms), reset=False)
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
-        return self._put(None, norms, draw)
-
-    def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
-        return self._put(update, noisy, draw, reset=True)
+        return self.put(None, norms, draw, reset=False)
 
     def reset_prefix_cache(self) -> None:
         self.client.reset_prefix_cache()
 
-    def _put(
-        self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None, reset: bool = False
+    def put(
+        self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None, reset: bool = True
     ) -> float | None:
         """One request, whatever changed; to a server that was restarted, the adapter too."""
         if update is not None:
@@ -316,7 +296,7 @@ class ServerEngine(Engine):
                 f"The server at {self.url} was restarted during a rollout, so its completions are not the trained policy's. Resume from the last "
                 "checkpoint."
             )
-        ranks = [Contents(a["received"], a["damaged"], _draw(a["draw"])) for a in answers]
+        ranks = [Contents(a["received"], a["damaged"], a["draw"] and NoiseDraw(*a["draw"])) for a in answers]
         first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
         if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
             damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
@@ -358,10 +338,6 @@ class ServerEngine(Engine):
         """Close the connections; the server keeps running."""
         self._layout, self._flat, self._memory = UpdateLayout(()), torch.empty(0, dtype=torch.uint8), None
         self.client.session.close()
-
-
-def _draw(key: Sequence[Any] | None) -> NoiseDraw | None:
-    return None if key is None else NoiseDraw(*key)
 
 
 def _is_loopback(url: str) -> bool:

@@ -5,27 +5,32 @@ serve` command, and what a server's answer is compared with.
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint.fingerprint import stored_vocabulary
 from ..memory.workload import MAX_BATCHED_TOKENS
-from ..nvfp4.architectures import architecture_of, delta_net_layers
-from ..nvfp4.checkpoints import METHOD
+from ..model.lora import adapted_layers, changes_base
+from ..nvfp4.architectures import architecture_of, delta_net_layers, in_tower
+from ..nvfp4.checkpoints import METHOD, pattern_of
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
-from .adapter import adapter_buffers, linear_layers, short_names
-from .wire import BATCH_INVARIANT, WORKER_EXTENSION
+from ..support.names import canonical_name
+from .engine import BATCH_INVARIANT, WORKER_EXTENSION
 
 #: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
-ENDPOINT = "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint"
+ENDPOINT = "qerl_trl.rollout.vllm.worker.RolloutEndpoint"
 #: log-probabilities after temperature and truncation, which are the behaviour policy's
 LOGPROBS_MODE = "processed_logprobs"
 #: which of a checkpoint's files say what the model is: those that the trainer reads. Left to itself vLLM prefers Mistral's own where they
@@ -90,11 +95,7 @@ class EngineSpec:
     ) -> "EngineSpec":
         """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
         know its own; `pictures`: whether any may come ([`pictures.may_come`]); `limits` are the fields from
-        `max_model_len` on.
-
-        Raises:
-            `ValueError`: the model came from no checkpoint, or vLLM cannot roll out its architecture.
-        """
+        `max_model_len` on."""
         base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         row = architecture_of(base.config.get_text_config(decoder=True).model_type)
         if row.outside_vllm:
@@ -125,16 +126,14 @@ class EngineSpec:
 
     def options(self) -> dict[str, Any]:
         """`additional_config` of the engine; rollout/vllm/quantization.py reads it."""
-        options: dict[str, Any] = {"base": self.base}
-        if self.adapter is not None:
-            options["adapter"] = dict(self.adapter)
-        if self.scale_rule is not None:
-            options["scale_rule"] = self.scale_rule
-        if self.ignore is not None:
-            options["ignore"] = list(self.ignore)
-        if self.batch_invariant:
-            options["batch_invariant"] = True
-        return {"qerl": options}
+        options = {
+            "base": self.base,
+            "adapter": self.adapter and dict(self.adapter),
+            "scale_rule": self.scale_rule,
+            "ignore": None if self.ignore is None else list(self.ignore),
+            "batch_invariant": self.batch_invariant or None,
+        }
+        return {"qerl": {name: value for name, value in options.items() if value is not None}}
 
     def llm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` in the trainer's process: TRL's, and ours. Memory and placement come on top.
@@ -163,10 +162,8 @@ class EngineSpec:
         }
 
     def serve_command(self, host: str = "127.0.0.1", port: int | None = None) -> str:
-        """The command that starts a server for this model, as one shell line. Placement may be added.
-
-        The trainer's secret (rollout/signature.py) has to be in its environment.
-        """
+        """The command that starts a server for this model, as one shell line. Placement may be added. The trainer's secret has to be in
+        its environment."""
         command = [f"{BATCH_INVARIANT}=1"] * self.batch_invariant + ["vllm", "serve", self.model]
         options: dict[str, Any] = {
             "revision": self.revision,
@@ -183,11 +180,9 @@ class EngineSpec:
             "model-impl": None if self.model_impl == "auto" else self.model_impl,
             "logprobs-mode": LOGPROBS_MODE,
             "max-logprobs": -1,
-            **{
-                name.replace("_", "-"): value for name, value in (FILES | (DELTA_NET if self.delta_net else {})).items()
-            },
-        }
-        command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+        } | FILES | (DELTA_NET if self.delta_net else {})  # fmt: skip
+        for name, value in options.items():
+            command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
         command += ["--language-model-only"] * self.text_only
         command += ["--trust-remote-code"] * self.trust_remote_code
         return shlex.join(command)
@@ -208,3 +203,123 @@ def dense_layers(model: nn.Module) -> list[str]:
     """The linear layers of a quantized model that are not packed (the head is one), by the shortest names that work."""
     linears = linear_layers(model)
     return short_names((name for name, layer in linears.items() if not isinstance(layer, NVFP4Linear)), linears)
+
+
+def active_adapter(model: nn.Module) -> str:
+    """Name of the adapter that is trained and rolled out."""
+    names = cast(PeftModel, model).active_adapters
+    if len(names) != 1:
+        raise ValueError(
+            f"The adapters {', '.join(names)} are active at once, and vLLM rollouts carry one. Call set_adapter, or use_vllm=False."
+        )
+    return names[0]
+
+
+def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """The layers that carry the active adapter, by canonical name."""
+    adapter = active_adapter(model)
+    return {canonical_name(n): layer for n, layer in adapted_layers(model).items() if adapter in layer.lora_A}
+
+
+def check_servable(model: nn.Module) -> None:
+    """Refuse adapters that our vLLM method does not compute."""
+    configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
+    config = configs[adapter]
+    problems = []
+    if set(configs) - {adapter, "ref"}:  # TRL's reference policy stays in the trainer
+        problems.append(f"several adapters ({', '.join(configs)})")
+    if not isinstance(config, LoraConfig):
+        problems.append(f"{type(config).__name__}, not LoRA")
+    else:
+        own = vars(config)
+        problems += [f"{flag}={own[flag]!r}" for flag in ("use_dora", "lora_bias") if own[flag]]
+        if changes_base(model):  # a server loads the base as it is stored
+            problems.append(f"bias={config.bias!r} with init_lora_weights={config.init_lora_weights!r}")
+        problems += [name for name in ("trainable_token_indices", "target_parameters") if own[name]]
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim != 1:
+            problems.append(f"modules_to_save with {canonical_name(name)}")
+        if isinstance(module, LoraLayer) and adapter in module.lora_embedding_A:
+            problems.append(f"an adapter on the embeddings {canonical_name(name)}")
+    layers = [canonical_name(name) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    if towers := [name for name in layers if in_tower(name)]:
+        tower = next(part for part in towers[0].split(".") if in_tower(part))
+        remedy = f"set exclude_modules={pattern_of([tower])!r}"
+        problems.append(f"an adapter on {len(towers)} layers of a tower for pictures ({remedy})")
+    if problems:
+        raise ValueError(
+            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on linear target modules (norms may be in modules_to_save), "
+            "or use_vllm=False."
+        )
+
+
+def check_vocabulary(model: nn.Module) -> None:
+    """Refuse a model whose embeddings were resized: an engine is built from the files that it was loaded from."""
+    resized, stored = cast(Any, model.config).get_text_config().vocab_size, stored_vocabulary(model)
+    if stored not in (None, resized):
+        raise ValueError(
+            f"The model has {resized} embeddings, and its checkpoint, which vLLM loads, has {stored}. Train from a folder to which the resized model is "
+            "saved, or pass use_vllm=False."
+        )
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model, packed or dense, under adapters or not, by canonical name."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {canonical_name(name): module for name, module in found.items() if ".lora_" not in name}
+
+
+def short_names(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
+    """The shortest list of names that means `chosen` among `everything`: a last component where all that share it are chosen."""
+    chosen, by_leaf = set(chosen), defaultdict(set)
+    for name in everything:
+        by_leaf[name.rpartition(".")[2]].add(name)
+    short: list[str] = []
+    for leaf, names in sorted(by_leaf.items()):
+        short += [leaf] if names <= chosen else sorted(names & chosen)
+    return short
+
+
+def adapter_buffers(model: nn.Module) -> dict[str, Any]:
+    """The engine option `adapter` for this PEFT model: its largest rank, and the layers by the shortest names that work."""
+    layers, adapter = rollout_layers(model), active_adapter(model)
+    rank = max(layer.r[adapter] for layer in layers.values())
+    return {"rank": rank, "targets": short_names(layers, linear_layers(model))}
+
+
+def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Norms that are trained (`modules_to_save`), by canonical name."""
+    adapter, norms = active_adapter(model), {}
+    for name, module in model.named_modules():
+        wrapped = isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim == 1
+        if wrapped and adapter in module.modules_to_save:
+            norms[canonical_name(name)] = module.modules_to_save[adapter]
+    return norms
+
+
+def pictures_may_come(trainer: Any, processing_class: Any) -> bool:
+    """Whether a prompt of `trainer` may hold a picture, as far as its data and what plays with the model tell; `True` where they do not.
+
+    TRL takes pictures from a processor alone: not with a tokenizer. Tools, environments and rollout functions may show some, and so may data that
+    are streamed, or made when they are read.
+    """
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        return False
+    if any(getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")):
+        return True
+    held_out = trainer.eval_dataset
+    data = [trainer.train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
+    return not all(_of_text(rows) for rows in data if rows is not None)
+
+
+def _of_text(data: Any) -> bool:
+    """Whether the prompts are known to be text: one each, or messages whose content is a text, not a list of parts."""
+    features = getattr(data, "features", None)
+    if not isinstance(data, Sized) or not isinstance(features, Mapping) or "prompt" not in features:
+        return False
+    if {"image", "images"} & {*features} or getattr(data, "format", {}).get("type") == "custom":
+        return False
+    prompt = features["prompt"]
+    messages = prompt[0] if isinstance(prompt, list) else getattr(prompt, "feature", prompt)
+    content = messages.get("content") if isinstance(messages, Mapping) else messages
+    return getattr(content, "dtype", None) in ("string", "large_string")

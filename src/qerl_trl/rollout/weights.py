@@ -1,9 +1,21 @@
 """What an update changes, and how it gets from the trainer's model into an engine: an adapter, or every weight."""
 
+import contextlib
+import functools
+import hashlib
+import json
+import mmap
+import os
+import re
+import secrets
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, cast
 
 import torch
 from accelerate.utils import is_peft_model
@@ -12,10 +24,8 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
-from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
-from .engine import Engine, RolloutError
-from .sums import bits
-from .wire import AdapterTensors, Update, changes, fingerprint, not_finite
+from .engine import AdapterTensors, Engine, RolloutError, Update, bits, changes, fingerprint, not_finite
+from .spec import active_adapter, check_servable, rollout_layers, trained_norms
 
 #: makes the whole tensors of sharded parameters available while it is open
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
@@ -32,15 +42,8 @@ class Trained(ABC):
     def put(
         self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
     ) -> tuple[str, float | None]:
-        """Copy it into the engine, and put the noise of `draw` on its norms `noisy`, where there is a draw; as `Engine.put`. Collective where
-        parameters are sharded.
-
-        Returns:
-            Fingerprint of what was put, and what `Engine.put` gave.
-
-        Raises:
-            [`RolloutError`]: it holds values that are not finite.
-        """
+        """Copy it into the engine, and put the noise of `draw` on its norms `noisy`, where there is a draw; the fingerprint of what was put, and
+        the answer of `Engine.put`. Collective where parameters are sharded."""
 
     @abstractmethod
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
@@ -52,17 +55,13 @@ class Trained(ABC):
 
     def stamp(self) -> str:
         """Another one after a change of what this process holds, however it was made: an update, a load, a copy into it. By sums of each tensor
-        (sums.py), which may stay as they are where values only change places within one tensor."""
+        , which may stay as they are where values only change places within one tensor."""
         parameters = self.parameters()
         return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
 
 
 class TrainedAdapter(Trained):
-    """The active LoRA adapter of a PEFT model, and the norms in its `modules_to_save`.
-
-    Raises:
-        `ValueError`: an adapter that no engine of ours computes.
-    """
+    """The active LoRA adapter of a PEFT model, and the norms in its `modules_to_save`."""
 
     def __init__(self, model: nn.Module) -> None:
         check_servable(model)
@@ -77,12 +76,8 @@ class TrainedAdapter(Trained):
     def _check_complete(self, model: nn.Module) -> None:
         """Whatever is trained has to be among what is put."""
         mine, others = {id(p) for p in self.parameters()}, set(cast(PeftModel, model).peft_config) - {self.name}
-        left = [
-            n
-            for n, p in model.named_parameters()
-            if p.requires_grad and id(p) not in mine and not others & {*n.split(".")}
-        ]
-        if left:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
+        if left := [name for name in trained if not others & {*name.split(".")}]:
             layers = sorted({canonical_name(name.partition(".lora_")[0]) for name in left})
             raise ValueError(
                 f"{len(left)} trained tensors would never reach vLLM, which carries LoRA on linear layers and norms in modules_to_save: those of "
@@ -128,7 +123,7 @@ class TrainedWeights(Trained):
                     self.places.append((canonical_name(f"{prefix}.{key}" if prefix else key), module, key))
 
     def parameters(self) -> list[torch.Tensor]:
-        return [getattr(module, key) for _, module, key in self.places]
+        return [cast(torch.Tensor, module._parameters[key]) for _, module, key in self.places]
 
     def put(
         self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
@@ -137,7 +132,7 @@ class TrainedWeights(Trained):
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, module, key in self.places:
-                parameter = getattr(module, key)
+                parameter = cast(torch.Tensor, module._parameters[key])
                 with gather([parameter]):
                     whole = full_tensor(parameter)
                     sums.append((name, bits(whole)))
@@ -151,11 +146,9 @@ class TrainedWeights(Trained):
         return fingerprint((name, parameter) for (name, _, _), parameter in zip(self.places, parameters, strict=True))
 
     def _check_finite(self) -> None:
-        parts = [
-            (name, part) for name, module, key in self.places if (part := local_tensor(getattr(module, key))).numel()
-        ]
-        bad = not_finite(parts)
-        if bad:
+        whole = zip((name for name, _, _ in self.places), map(local_tensor, self.parameters()), strict=True)
+        parts = [(name, part) for name, part in whole if part.numel()]
+        if bad := not_finite(parts):
             raise RolloutError(
                 f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}). Lower learning_rate or "
                 "max_grad_norm, and resume from an earlier checkpoint."
@@ -168,3 +161,171 @@ def _whole(parameters: Sequence[torch.Tensor]) -> bool:
 
 def trained_part(model: nn.Module) -> Trained:
     return TrainedAdapter(model) if is_peft_model(model) else TrainedWeights(model)
+
+
+#: elements that are counted at a time; each takes 4 bytes meanwhile
+_CHUNK = 2**26
+
+
+class WeightSummary(NamedTuple):
+    """One weight, or one rank's shard of it.
+
+    kind: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
+    numel: elements (of the packed bytes for NVFP4), without padding.
+    sums: `checksum`; for NVFP4 of the codes, then of the block scales.
+    divisor: NVFP4's global scale, else 0.
+    """
+
+    kind: str
+    numel: int
+    sums: list[int]
+    divisor: float = 0.0
+
+
+def checksum(tensor: torch.Tensor) -> list[int]:
+    """Sums of the squared byte values of a tensor, one per byte of its elements (two for bf16); those of shards add up, and padding adds 0."""
+    bytes_EB = tensor.detach().contiguous().view(torch.uint8).view(-1, tensor.element_size())
+    squares = torch.arange(256, dtype=torch.int64, device=tensor.device) ** 2
+    return [
+        sum(int((torch.bincount(part.int(), minlength=256) * squares).sum()) for part in column.split(_CHUNK))
+        for column in bytes_EB.unbind(1)
+    ]
+
+
+def summary(kind: str, *parts: torch.Tensor, divisor: float = 0.0) -> WeightSummary:
+    """Of a weight, or of packed (N, K/2) and block scales (N, K/16); norms as float32, whatever dtype either side keeps them in."""
+    sums = [value for part in parts for value in checksum(part.float() if kind == "norm" else part)]
+    return WeightSummary(kind, parts[0].numel(), sums, divisor)
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: bytes that are summed into one number of an update's checksum
+_BLOCK = 2**16
+
+
+@dataclass(frozen=True)
+class UpdateLayout:
+    """The tensors of an update in order: (kind, name, dtype, shape) each, kind "a" (r, K), "b" (N, r) or "norm" (K,). Float32 comes before 16
+    bits, so that all are aligned."""
+
+    entries: tuple[tuple[str, str, str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(
+        cls, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> "UpdateLayout":
+        """For this adapter in `dtype`, and these norms in float32."""
+        name = str(dtype).removeprefix("torch.")
+        found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in norms.items()]
+        for half in "ab":
+            found += [(half, key, name, tuple(getattr(t, half).shape)) for key, t in adapter.items()]
+        return cls(tuple(found))
+
+    @cached_property
+    def text(self) -> str:
+        """JSON, for `parse`."""
+        return json.dumps(self.entries)
+
+    @classmethod
+    @functools.lru_cache(maxsize=1)
+    def parse(cls, text: str) -> "UpdateLayout":
+        """The layout of this `text`. Updates of one trainer have the same layout, so it is parsed once."""
+        return cls(tuple((kind, name, dtype, tuple(shape)) for kind, name, dtype, shape in json.loads(text)))
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [torch.Size(shape).numel() * _DTYPES[dtype].itemsize for _, _, dtype, shape in self.entries]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of an update: its tensors, and zeros up to a whole block."""
+        return -(-sum(self._sizes) // _BLOCK) * _BLOCK
+
+    @cached_property
+    def _latest(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        return []  # the latest buffer and its views, hundreds, which every update in the same buffer needs
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in a buffer: uint8 (nbytes,), whose bytes they share."""
+        if not (self._latest and self._latest[0][0] is flat):
+            starts = accumulate(self._sizes, initial=0)
+            self._latest[:] = [(flat, [
+                flat[start : start + size].view(_DTYPES[dtype]).view(shape)
+                for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
+            ])]  # fmt: skip
+        return self._latest[0][1]
+
+    @torch.no_grad()
+    def pack(
+        self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], flat: torch.Tensor
+    ) -> None:
+        """Write an update into `flat`, uint8 (nbytes,) on the tensors' device; alpha/r goes into b, in float32."""
+        scaled = [t.b.float() for t in adapter.values()]
+        if scaled:
+            scaled = list(torch._foreach_mul(scaled, [t.scaling for t in adapter.values()]))
+        sources = [*norms.values(), *(t.a for t in adapter.values()), *scaled]
+        if sources:
+            torch._foreach_copy_(self.views(flat), [source.detach() for source in sources])
+
+    def unpack(self, flat: torch.Tensor) -> tuple[dict[str, AdapterTensors], dict[str, torch.Tensor]]:
+        """Adapter and norms in `flat`, whose bytes they share."""
+        parts: dict[str, dict[str, torch.Tensor]] = {"norm": {}, "a": {}, "b": {}}
+        for (kind, name, _, _), tensor in zip(self.entries, self.views(flat), strict=True):
+            parts[kind][name] = tensor
+        return {name: AdapterTensors(a, parts["b"][name], 1.0) for name, a in parts["a"].items()}, parts["norm"]
+
+
+def checksum_of(flat: torch.Tensor) -> str:
+    """Changes with any of these bytes (uint8, whole blocks). Waits for the device."""
+    sums = flat.view(torch.int64).view(-1, _BLOCK // 8).sum(1) if flat.numel() else flat.long()
+    return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+class SharedMemory:
+    """A file in `/dev/shm` that only this user may open, mapped as `data`, uint8 (size,), and pinned for a GPU. `name` is that of memory made by
+    another process, which Python's `multiprocessing.shared_memory` would remove when either one ends."""
+
+    def __init__(self, size: int, device: torch.device, name: str | None = None) -> None:
+        self.size, self.name = size, name or f"qerl-{secrets.token_hex(16)}"
+        descriptor = os.open(_path(self.name), os.O_RDWR | (0 if name else os.O_CREAT | os.O_EXCL), 0o600)
+        try:
+            if name is None:
+                weakref.finalize(self, _unlink, self.name)
+                os.posix_fallocate(descriptor, 0, size)  # too little memory would end the process later
+            self.data = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        self.pinned = device.type == "cuda" and _pin(self.data)
+        if self.pinned:
+            weakref.finalize(self, _unpin, self.data)
+
+    def unlink(self) -> None:
+        _unlink(self.name)  # processes that have mapped it keep the memory, and a SIGKILL leaves nothing behind
+
+    @staticmethod
+    def is_here(name: str) -> bool:
+        return bool(name) and os.access(_path(name), os.R_OK | os.W_OK)
+
+
+def _path(name: str) -> str:
+    if not re.fullmatch(r"qerl-[0-9a-f]{32}", name):
+        raise ValueError(f"{name[:80]!r} is not the name of an update's memory.")
+    return f"/dev/shm/{name}"
+
+
+def _unlink(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(_path(name))
+
+
+def _pin(data: torch.Tensor) -> bool:
+    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel launch
+        torch.zeros(1, device="cuda").add_(1)
+    return False
+
+
+def _unpin(data: torch.Tensor) -> None:
+    with contextlib.suppress(Exception):  # the driver may be gone at the end of the process
+        torch.cuda.cudart().cudaHostUnregister(data.data_ptr())

@@ -97,12 +97,12 @@ def unlike_trl(args: Any) -> list[str]:
 def announce(trainer: Any) -> None:
     """Print the banner on the main process, once in the life of a trainer, and what is not corrected."""
     if not getattr(trainer, "_announced", False):
-        from ..rollout import behaviour  # TRL, without which `doctor` reads versions here
+        from ..rollout import mismatch  # TRL, without which `doctor` reads versions here
 
         trainer._announced = True
         trainer.accelerator.print(banner(trainer))
         if trainer.accelerator.is_main_process:
-            behaviour.warn_of_uncorrected_noise(trainer, trainer.aqn)
+            mismatch.warn_of_uncorrected_noise(trainer, trainer.aqn)
 
 
 def _size(count: float) -> str:

@@ -20,8 +20,10 @@ from transformers import TrainerControl, TrainingArguments
 from . import secrets
 
 _T = TypeVar("_T")
+
 #: seconds that a collective waits beyond the longest of what a process may do alone meanwhile
 _LATER = 600
+
 #: recorded settings that may differ between processes: paths, and digests of functions that hold a device of their own
 _OF_A_PROCESS = "model base_revision settings_sha256 options rewards_sha256 rollouts_sha256".split()
 #: what a callback may ask for

@@ -24,8 +24,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..checkpoint import records
 from ..checkpoint.settings import run_settings
-from ..rollout.sampling import end_tokens, of_the_model_alone
-from ..rollout.vllm.offline import CheckpointEngine
+from ..rollout.sampling import end_tokens, of_the_model_alone, stored
+from ..rollout.vllm.plugin import CheckpointEngine
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
 from .grading import Grader, final_answer, grader_of, is_correct
 from .task import Task
@@ -238,6 +238,8 @@ def vllm_engine(
         if error.name != "vllm":
             raise
         raise ImportError("vLLM is not installed: pip install 'qerl-trl[vllm]', or --engine transformers.") from error
+    template = {"chat_template": chat_template, **(protocol.chat_template_kwargs or {})}
+    ends = end_tokens(stored(vllm.generation, vllm.config, vllm.revision), vllm.tokenizer, **template)
 
     def generate(dataset: Dataset) -> list[str]:
         return vllm.chat(
@@ -246,6 +248,7 @@ def vllm_engine(
             protocol.top_p,
             protocol.max_new_tokens,
             seed,
+            ends,
             chat_template=chat_template,
             chat_template_kwargs=protocol.chat_template_kwargs,
         )

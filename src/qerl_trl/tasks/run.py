@@ -18,7 +18,7 @@ from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, Arm, RunResults, har
 from ..checkpoint.settings import dataset_sha256
 from ..publish.hub import HubError
 from ..publish.load import recorded_settings
-from ..rollout.placement import placed_in_training
+from ..rollout.supported import placed_in_training
 from ..run.banner import announce
 from ..run.exits import last_whole, told_of_interrupts
 from ..run.folder import step_of

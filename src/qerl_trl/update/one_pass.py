@@ -1,7 +1,7 @@
 """Two passes over the model per update, forward and backward: the old log-probabilities are those of the update's own forward.
 
 With pi the trained policy, mu the one that sampled and pi_old the trained one as it was when it sampled, TRL's loss needs pi / pi_old and,
-to correct for the engine (or for noise, `rollout/behaviour.py`), pi_old / mu. Where all completions of a rollout are used within one optimizer
+to correct for the engine (or for noise, `rollout/mismatch.py`), pi_old / mu. Where all completions of a rollout are used within one optimizer
 step, pi_old is pi: without vLLM TRL then takes `per_token_logps.detach()`, with vLLM it computes pi_old in a forward of its own, for
 pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward, which with dropout draws another mask than the update's. While TRL scores a
 rollout it gets NaN, which it counts as a token without a log-probability; in the loss, when the update's forward has log pi, the ratio is put

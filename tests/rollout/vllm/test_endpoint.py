@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qerl_trl.rollout.wire import CALL, LISTEN
+from qerl_trl.rollout.engine import CALL, LISTEN
 from tests.rollout.asgi import FakeVLLM, allowed, ask, guarded
 
 

@@ -9,9 +9,9 @@ pytest.importorskip("vllm")
 
 from qerl_nvfp4 import ops, reference
 from qerl_trl.nvfp4.format import quantize
-from qerl_trl.rollout.handshake import packed_summary
 from qerl_trl.rollout.vllm import compile_ahead
 from qerl_trl.rollout.vllm.linear import NVFP4Method
+from qerl_trl.rollout.weights import summary
 
 N, RANK, SPLITS = 192, 16, [128, 64]
 
@@ -57,17 +57,17 @@ def test_a_product_and_a_digest_do_not_see_where_rows_lie(K):
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-3)
     for rows in (slice(0, 128), slice(128, 192)):
         divisor = float(global_scale)
-        mine = packed_summary(packed[rows], scale[rows], divisor)
-        assert packed_summary(layer.weight_packed[rows], layer.weight_scale[rows], divisor) == mine
+        mine = summary("nvfp4", packed[rows], scale[rows], divisor=divisor)
+        assert summary("nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=divisor) == mine
 
 
 def test_a_replicated_layer_is_whole_on_every_rank():
     """vLLM's class says the tensor-parallel size of the world, and half of an adapter was expected."""
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
+    from qerl_trl.rollout.engine import AdapterTensors
     from qerl_trl.rollout.vllm.linear import DenseMethod
     from qerl_trl.rollout.vllm.state import _Slot
-    from qerl_trl.rollout.wire import AdapterTensors
 
     layer = ReplicatedLinear.__new__(ReplicatedLinear)
     torch.nn.Module.__init__(layer)

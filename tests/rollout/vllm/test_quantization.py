@@ -25,9 +25,9 @@ from qerl_nvfp4 import linear as real_linear
 from qerl_trl import NVFP4Config
 from qerl_trl.nvfp4 import checkpoints
 from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
+from qerl_trl.rollout.engine import WORKER_EXTENSION
 from qerl_trl.rollout.vllm.linear import DenseMethod
 from qerl_trl.rollout.vllm.quantization import EngineOptions, QeRLQuantizationConfig
-from qerl_trl.rollout.wire import WORKER_EXTENSION
 from tests.tiny_models import make_tiny_config
 
 #: of vLLM's classes; tests/nvfp4/test_architectures.py compares it with them

@@ -6,7 +6,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.models.utils import WeightsMapper
 
-from qerl_trl.rollout.vllm.renaming import Renaming, split_fused, stacked, with_gap
+from qerl_trl.rollout.vllm.loader import Renaming, split_fused, stacked, with_gap
 
 #: rules of vLLM's classes, 0.31
 VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual.", "lm_head.": "language_model.lm_head.",

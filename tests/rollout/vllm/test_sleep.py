@@ -14,7 +14,7 @@ def test_sleep_unmaps_the_kv_cache_only(monkeypatch, has_discard):
     import vllm.device_allocator
     from vllm.device_allocator import cumem
 
-    from qerl_trl.rollout.vllm.sleep import KVOnlyBackend
+    from qerl_trl.rollout.vllm.engine import KVOnlyBackend
 
     calls = []
 

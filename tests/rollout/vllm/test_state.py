@@ -6,7 +6,7 @@ from torch import nn
 
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.noise.hooks import NoiseDraw
-from qerl_trl.rollout.wire import AdapterTensors
+from qerl_trl.rollout.engine import AdapterTensors
 
 RANK, K, WIDTHS = 8, 16, (24, 8, 8)  # q_proj, k_proj and v_proj, fused
 NAMES = ("q_proj", "k_proj", "v_proj")

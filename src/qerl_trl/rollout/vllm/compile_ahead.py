@@ -16,7 +16,7 @@ from torch import nn
 
 from qerl_nvfp4.precompile import Weight, precompile
 
-from .. import sums
+from ..engine import launch_each
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +47,11 @@ def compile_expected() -> None:
     _norms.clear()
     tell = functools.partial(print, flush=True)
     for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
-        norms = () if invariant else widths[dtype]
-        also = functools.partial(sums.launch_each, dtype)
-        found = precompile(
-            weights[dtype, invariant], norms=norms, dtype=dtype, tell=tell, batch_invariant=invariant, also=also
-        )
+        options = {"norms": () if invariant else widths[dtype], "also": functools.partial(launch_each, dtype)}
+        found = precompile(weights[dtype, invariant], dtype=dtype, tell=tell, batch_invariant=invariant, **options)
         if found.failed:
-            logger.warning(
-                "%d kernels did not compile ahead; they are tried again when they are needed. The first error: %s",
-                len(found.failed),
-                found.failed[0],
-            )
+            said = "%d kernels did not compile ahead; they are tried again when they are needed. The first error: %s"
+            logger.warning(said, len(found.failed), found.failed[0])
 
 
 def _weight(layer: Any) -> Weight:  # what our methods put on vLLM's layers has no declared type

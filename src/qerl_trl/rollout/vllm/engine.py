@@ -1,35 +1,35 @@
 """The engine in this process: vLLM beside the trainer, on the same GPU, by default on the same weights."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 from vllm import LLM, SamplingParams, envs
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.models import ModelRegistry
 from vllm.outputs import RequestOutput
 
 from ...noise.hooks import NoiseDraw
+from ...nvfp4.checkpoints import METHOD
 from ...nvfp4.fused import fuse_storage
 from ...support.distributed import gathered
 from ...support.names import canonical_name
-from ..engine import Completion, Contents, Engine, RolloutError, Sampling
+from ..engine import BATCH_INVARIANT, AdapterTensors, Completion, Contents, Engine, RolloutError, Sampling
 from ..spec import EngineSpec
-from ..wire import BATCH_INVARIANT, AdapterTensors
-from . import isolation, loader
-from .sleep import use_kv_only_sleep
+from . import loader
+from .loader import base_model
 from .state import RolloutState
 
 
 class SharedLLM(LLM):
-    """vLLM's `LLM` as one of the shards of an engine that several processes ask alike.
-
-    Args:
-        group: these processes; None where this one has a whole engine.
-    """
+    """vLLM's `LLM` as one of the shards of an engine that the processes of `group` ask alike; None: this one has a whole engine."""
 
     def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
         self._group = group
@@ -58,10 +58,8 @@ class SharedLLM(LLM):
 
 @contextmanager
 def same_generator(group: "torch.distributed.ProcessGroup | None") -> Iterator[None]:
-    """Let all processes of `group` draw what the first one draws; the others keep their own generator for afterwards.
-
-    Each shard samples the whole batch, from its process's generator, which dropout and reward models move apart. Collective.
-    """
+    """Let all processes of `group` draw what the first one draws: each shard samples the whole batch, from its process's generator, which dropout
+    and reward models move apart. Collective."""
     if group is None:
         yield
         return
@@ -76,11 +74,9 @@ def same_generator(group: "torch.distributed.ProcessGroup | None") -> Iterator[N
 
 
 class InProcessEngine(Engine):
-    """vLLM's `LLM` in this process, built from the trainer's tensors.
+    """vLLM's `LLM` in this process, built from the trainer's `model`.
 
     Args:
-        model: the trainer's model.
-        spec: what the engine has to compute.
         share: whether vLLM reads the trainer's tensors; otherwise it gets a copy.
         sleeps: whether `sleep` frees memory: the KV cache, and a copy of the weights with it.
         group: processes that share this engine (tensor parallelism), all of which call it with their own prompts.
@@ -105,7 +101,7 @@ class InProcessEngine(Engine):
             switch_batch_invariant()
         loader.publish(model, alias=share)
         try:
-            own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
+            own = {"enable_sleep_mode": sleeps, **isolation_arguments(model, spec, arguments or {})}
             gc.freeze()  # vLLM collects garbage six times while it builds, 4 s of a start, and ends with the same
             self.llm: SharedLLM | None = SharedLLM(group=group, **{**spec.llm_arguments(), **own, **(arguments or {})})
         except BaseException:
@@ -197,11 +193,7 @@ class InProcessEngine(Engine):
 
 
 def switch_batch_invariant() -> None:
-    """vLLM's batch-invariant mode for the engines of this process from here on: it reads its switch where an engine is built.
-
-    Raises:
-        [`RolloutError`]: vLLM has read its environment for good, for an engine before this one, or has no such mode.
-    """
+    """vLLM's batch-invariant mode for the engines of this process from here on: it reads its switch where an engine is built."""
     os.environ[BATCH_INVARIANT] = "1"
     if not getattr(envs, BATCH_INVARIANT, False):
         raise RolloutError(
@@ -215,24 +207,95 @@ def engine_model(llm: LLM) -> nn.Module:
 
 
 def _parameters(sampling: Sampling, index: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=None if sampling.seed is None else sampling.seed + index,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0,
-        detokenize=False,
-    )
+    seed = None if sampling.seed is None else sampling.seed + index
+    own = vars(sampling) | {"seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
+    return SamplingParams(**own, logprobs=0, detokenize=False)
 
 
 def _completion(output: RequestOutput) -> Completion:
     (sequence,) = output.outputs
-    tokens = list(sequence.token_ids)
-    logps = []
-    for step, token in zip(sequence.logprobs or (), tokens, strict=True):
-        assert step is not None, "logprobs=0 asks for the sampled token's"
-        logps.append(step[token].logprob)
-    return Completion(tokens, logps)
+    tokens, logps = (
+        list(sequence.token_ids),
+        cast(Sequence[Any], sequence.logprobs or ()),
+    )  # logprobs=0: the sampled token's
+    return Completion(tokens, [step[token].logprob for step, token in zip(logps, tokens, strict=True)])
+
+
+def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Further arguments of `LLM` that keep it away from the class of the trainer's `model`; none where vLLM has a class of its own."""
+    config: Any = base_model(model).config
+    if not _runs_transformers(config, chosen.get("model_impl", spec.model_impl)):
+        return {}
+    if chosen.get("hf_overrides"):
+        raise ValueError(
+            f"vllm_engine_kwargs has hf_overrides={chosen['hf_overrides']!r}, but {config.architectures} runs with transformers' code in vLLM. Change the "
+            "model's config.json instead, or use use_vllm=False."
+        )
+    return {"hf_overrides": isolated}
+
+
+def _runs_transformers(config: PretrainedConfig, model_impl: str) -> bool:
+    if model_impl != "auto":
+        return model_impl == "transformers"
+    known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
+    return all(getattr(model, "module_name", ".transformers").endswith(".transformers") for model in known)
+
+
+def isolated(config: PretrainedConfig) -> PretrainedConfig:
+    """`config`, of a type for which `AutoModel` builds a subclass of what it would build: vLLM's Transformers backend decorates the class in place
+    for torch.compile, which in this process is the trainer's."""
+    text = config.get_text_config()
+    # vLLM also asks with a configuration of no model, and may ask twice
+    if type(text) in MODEL_MAPPING and type(text).__module__ != __name__:
+        theirs: Any = type(text)
+        text.__class__ = _config_class(theirs)
+        if getattr(config, "quantization_config", None) is None:
+            # before 0.31 vLLM looks for a quantization that the configuration has not in `hf_overrides`, and takes no function there
+            config.quantization_config = {"quant_method": METHOD}
+    return config
+
+
+@functools.cache
+def _config_class(theirs: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    model: Any = MODEL_MAPPING[theirs]
+    config = type(f"{theirs.__name__}InVLLM", (theirs,), {"__module__": __name__})
+    AutoModel.register(config, type(model.__name__, (model,), {"__module__": __name__, "config_class": config}))
+    return config
+
+
+BACKEND = "qerl_kv_only"
+_TAG = "kv_cache"
+
+
+class KVOnlyBackend(CuMemBackend):
+    """Unmaps the KV cache; every other allocation keeps its address and content. vLLM's own levels unmap everything, what is shared with the
+    trainer included."""
+
+    def suspend(self, level: int = 1) -> None:
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        allocator: Any = get_mem_allocator_instance()  # its interface has changed between versions
+        self._state = "SUSPENDED"
+        if hasattr(allocator, "discard"):
+            allocator.discard((_TAG,))
+        else:  # before vLLM 0.28
+            from vllm.device_allocator.cumem import unmap_and_release
+
+            for data in allocator.pointer_to_data.values():
+                if data.tag == _TAG and not data.is_asleep:
+                    torch.cuda.synchronize(data.handle[0])
+                    unmap_and_release(data.handle)
+                    data.is_asleep = True
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        super().resume([_TAG])  # never everything: 0.25's allocator would map what is awake a second time
+
+
+def use_kv_only_sleep(llm) -> None:
+    """Make `llm.sleep()` and `llm.wake_up()` free and remap the KV cache only. Call before the first sleep."""
+    if BACKEND not in SleepModeBackendFactory._registry:
+        SleepModeBackendFactory.register_backend(BACKEND, __name__, KVOnlyBackend.__name__)
+    llm.llm_engine.vllm_config.model_config.sleep_mode_backend = BACKEND
+    llm.llm_engine.model_executor.driver_worker.vllm_config.model_config.sleep_mode_backend = BACKEND

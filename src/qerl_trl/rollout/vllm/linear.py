@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 from vllm.distributed import get_tp_group
@@ -32,27 +33,23 @@ import qerl_nvfp4
 
 from ...nvfp4.checkpoints import LAYOUTS
 from ...nvfp4.format import BLOCK_SIZE, dequantize_fp8, largest_magnitude, power_of_two_global_scale
-from ..wire import BATCH_INVARIANT, batch_invariant
+from ..engine import BATCH_INVARIANT, batch_invariant
 from .compile_ahead import compile_expected, expect_layer
 
 #: a layer of vLLM (`LinearBase`), with what our methods hang on it: weights of many names, `adapter_a`, `adapter_b`, `qerl_splits`.
 #: Typed as Any because the type checker takes an attribute of a module for a tensor or a module
 Layer = Any
 
+#: vLLM's, of one parameter
+Loader = Callable | None
 #: adapter buffers are padded with zeros to a multiple of this rank: the tensor cores' smallest inner dimension
 RANK_MULTIPLE = 16
-
-
 _LIBRARY = torch.library.Library("qerl", "FRAGMENT")
 
 
 def register_operator(definition: str, implementation: Callable, fake: Callable) -> None:
-    """Make a function an operator `qerl::name`, which torch.compile keeps whole and CUDA graphs record.
-
-    Args:
-        definition: its schema, `name(arguments) -> result`.
-        fake: has the same arguments and gives empty results of the right shape and dtype, for tracing.
-    """
+    """Make a function an operator `qerl::name` of schema `definition`, which torch.compile keeps whole and CUDA graphs record. `fake` takes the
+    same arguments and gives empty results, for tracing."""
     name = definition.partition("(")[0]
     _LIBRARY.define(definition)
     for device in ("CPU", "CUDA"):
@@ -60,22 +57,13 @@ def register_operator(definition: str, implementation: Callable, fake: Callable)
     torch.library.register_fake(f"qerl::{name}", fake, lib=_LIBRARY)
 
 
-def _dense_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    splits: list[int],
-) -> torch.Tensor:
+def _dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, splits: list[int]) -> Tensor:
     x_MK = x.reshape(-1, x.shape[-1])
-    y_MN = add_adapter_(F.linear(x_MK, weight, bias), x_MK, lora_a, lora_b, splits)
+    y_MN = add_adapter_(F.linear(x_MK, weight, bias), x_MK, a, b, splits)
     return y_MN.view(*x.shape[:-1], -1)
 
 
-def add_adapter_(
-    y_MN: torch.Tensor, x_MK: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, splits: list[int]
-) -> torch.Tensor:
+def add_adapter_(y_MN: Tensor, x_MK: Tensor, lora_a: Tensor, lora_b: Tensor, splits: list[int]) -> Tensor:
     """y += (x A^T) B^T, shard by shard, in place."""
     rank, column = lora_b.shape[1], 0
     down_MR = F.linear(x_MK, lora_a)
@@ -97,11 +85,11 @@ class AdaptedMethod(LinearMethodBase):
     """Base class of our methods: names of the fused shards, and the adapter's buffers.
 
     Args:
-        names (`list[str]`): the checkpoint's layers that this layer fuses, in row order.
-        rank (`int`): rank to reserve for an adapter; 0 for none.
-        scale_rule (`str`): block-scale rule, for weights that are quantized here.
-        deferred (`bool`): the loader will put in the trainer's tensors, so allocate nothing.
-        rows (`list[int]`): output features of each of `names` on one rank, where the trainer's layers are known.
+        names: the checkpoint's layers that this layer fuses, in row order.
+        rank: rank to reserve for an adapter; 0 for none.
+        scale_rule: block-scale rule, for weights that are quantized here.
+        deferred: the loader will put in the trainer's tensors, so allocate nothing.
+        rows: output features of each of `names` on one rank, where the trainer's layers are known.
     """
 
     supports_pre_processed_weights = False
@@ -116,8 +104,7 @@ class AdaptedMethod(LinearMethodBase):
         deferred: bool = False,
         rows: list[int] | None = None,
     ) -> None:
-        self.names, self.rank, self.scale_rule, self.deferred = names, rank, scale_rule, deferred
-        self.rows = rows
+        self.names, self.rank, self.scale_rule, self.deferred, self.rows = names, rank, scale_rule, deferred, rows
         self.batch_invariant = batch_invariant()
 
     def create_weights(
@@ -128,18 +115,15 @@ class AdaptedMethod(LinearMethodBase):
         input_size: int,
         output_size: int,
         params_dtype: torch.dtype,
-        weight_loader: Callable | None = None,
+        weight_loader: Loader = None,
         **extra: Any,
     ) -> None:
         """vLLM's hook: the adapter's buffers, and the weights of the method."""
         self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
         self._create(layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader)
 
-    def _create(
-        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
-    ) -> None:
+    def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         """Create the weights of a layer of K = `k`, whose shards have `widths` rows on this rank."""
-        raise NotImplementedError
 
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         if self.batch_invariant and not self.can_be_batch_invariant:
@@ -200,7 +184,7 @@ def parts_of(layer: Layer) -> tuple[int, int]:
     return getattr(layer, "tp_size", 1), getattr(layer, "tp_rank", 0)
 
 
-def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Callable | None) -> None:
+def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Loader) -> None:
     """Parameters for the tensor scales of each shard, NaN until loaded, so that a missing scale cannot pass for a number."""
     for name in names:
         data = torch.full((shards,), float("nan"), dtype=torch.float32)
@@ -221,21 +205,13 @@ class _PackedMethod(AdaptedMethod):
         super()._common(layer, k, widths, dtype)
         expect_layer(layer, dtype, self.batch_invariant)
 
-    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return qerl_nvfp4.linear(
-            x,
-            layer.weight_packed,
-            layer.weight_scale,
-            layer.weight_global_scale,
-            bias,
-            layer.adapter_a,
-            layer.adapter_b,
-            layer.qerl_splits,
-            self.batch_invariant,
-        )
+    def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+        adapter = layer.adapter_a, layer.adapter_b, layer.qerl_splits
+        return qerl_nvfp4.linear(x, *weight, bias, *adapter, self.batch_invariant)
 
     @staticmethod
-    def set_weights(layer: Layer, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> None:
+    def set_weights(layer: Layer, packed: Tensor, scale: Tensor, global_scale: Tensor) -> None:
         """Install final tensors; they are used as they are, so a view of the trainer's storage stays one. Only block scales whose rows Hopper's
         kernels could not read are copied, to padded rows: where K is no multiple of 256, a ninth of the matrix."""
         layer.weight_packed = Parameter(packed, requires_grad=False)
@@ -245,7 +221,7 @@ class _PackedMethod(AdaptedMethod):
         layer.qerl_ready = True
 
     @staticmethod
-    def row_scale(per_shard: torch.Tensor, widths: list[int]) -> torch.Tensor:
+    def row_scale(per_shard: Tensor, widths: list[int]) -> Tensor:
         """One divisor if the shards agree, else one per row: fused layers stay exact, never a maximum over shards."""
         per_shard = per_shard.float().flatten()
         if bool((per_shard == per_shard[0]).all()):
@@ -259,26 +235,19 @@ class NVFP4Method(_PackedMethod):
 
     layout = LAYOUTS["compressed-tensors"]
 
-    def _create(
-        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
-    ) -> None:
+    def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         n, device = sum(widths), "meta" if self.deferred else None
         packed = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
         scale = torch.empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=device)
-        layer.register_parameter(
-            self.layout.packed,
-            ModelWeightParameter(data=packed, input_dim=1, output_dim=0, weight_loader=weight_loader),
-        )
-        layer.register_parameter(
-            self.layout.block_scale,
-            GroupQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=weight_loader),
-        )
+        how: dict[str, Any] = {"input_dim": 1, "output_dim": 0, "weight_loader": weight_loader}
+        layer.register_parameter(self.layout.packed, ModelWeightParameter(data=packed, **how))
+        layer.register_parameter(self.layout.block_scale, GroupQuantScaleParameter(data=scale, **how))
         _expect_scales(layer, self._per_tensor(), len(widths), weight_loader)
 
     def _per_tensor(self) -> tuple[str, ...]:
         return (self.layout.global_scale,)
 
-    def _divisors(self, layer: Layer) -> torch.Tensor:
+    def _divisors(self, layer: Layer) -> Tensor:
         scales = getattr(layer, self.layout.global_scale).data
         return scales if self.layout.divides else 1.0 / scales.float()
 
@@ -313,14 +282,12 @@ class OnlineNVFP4Method(_PackedMethod):
 
     uses_meta_device = True
 
-    def _create(
-        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
-    ) -> None:
+    def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
         weight = torch.empty(sum(widths), k, dtype=dtype, device="meta")
 
-        def checked_loader(param: Parameter, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def checked_loader(param: Parameter, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not loaded.is_floating_point():
                 raise ValueError(
                     f"{self.names}: the checkpoint holds {loaded.dtype} weights, and its config.json has no quantization_config that names their layout."
@@ -328,9 +295,8 @@ class OnlineNVFP4Method(_PackedMethod):
             assert weight_loader is not None  # LinearBase always gives one
             return weight_loader(param, loaded, *args, **kwargs)
 
-        layer.register_parameter(
-            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=checked_loader)
-        )
+        parameter = ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=checked_loader)
+        layer.register_parameter("weight", parameter)
         initialize_online_processing(layer)
 
     @torch.no_grad()
@@ -353,14 +319,12 @@ class OnlineNVFP4Method(_PackedMethod):
 class DenseMethod(AdaptedMethod):
     """An unquantized linear with the same adapter: bf16 + LoRA, and bf16 + noise, in the same engine."""
 
-    def _create(
-        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
-    ) -> None:
+    def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         data = torch.empty(sum(widths), k, dtype=dtype, device="meta" if self.deferred else None)
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", weight)
 
-    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if layer.adapter_a is None:
             return F.linear(x, layer.weight, bias)
         return torch.ops.qerl.dense_linear(x, layer.weight, bias, layer.adapter_a, layer.adapter_b, layer.qerl_splits)
@@ -372,9 +336,7 @@ class ModelOptFP8Method(DenseMethod):
 
     _PER_TENSOR = ("weight_scale", "input_scale")
 
-    def _create(
-        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
-    ) -> None:
+    def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         self.dtype = dtype
         codes = torch.empty(sum(widths), k, dtype=torch.float8_e4m3fn)
         weight = ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=weight_loader)
@@ -396,11 +358,7 @@ class ModelOptFP8Method(DenseMethod):
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Embedding and head that stay what the loader put there: vLLM's own method would repack them for the CPU.
-
-    Args:
-        deferred (`bool`): the loader will put in the trainer's tensors, so allocate nothing.
-    """
+    """Embedding and head that stay what the loader put there: vLLM's own method would repack them for the CPU."""
 
     def __init__(self, deferred: bool) -> None:
         self.deferred, self.batch_invariant = deferred, batch_invariant()
@@ -425,7 +383,7 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: Layer) -> None:
         """Nothing: the CPU backend would make a packed second copy here, which no update would reach."""
 
-    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:
             return super().apply(layer, x, bias)
         return F.linear(x, layer.weight, bias)

@@ -10,9 +10,9 @@ a base that is trained itself) the same tensors are copied, each rank taking its
 while the engine lives: no `.to()`, no offloading, no rebinding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -73,11 +73,7 @@ class Published:
         return self.modules[name]
 
     def base_format(self, name: str) -> str:
-        """What the trainer's layer holds: "nvfp4", "nf4" or "dense".
-
-        Raises:
-            `ValueError`: no such layer, or one of bitsandbytes' 8-bit layers.
-        """
+        """What the trainer's layer holds: "nvfp4", "nf4" or "dense"."""
         module = self.module(name)
         if isinstance(module, NVFP4Linear):
             return "nvfp4"
@@ -124,11 +120,7 @@ def publish(model: nn.Module | None, alias: bool = True) -> None:
 
 
 def published_for_current_engine() -> Published | None:
-    """The trainer's model, if the engine that is being built loads from it.
-
-    Raises:
-        `RuntimeError`: it wants to, but no trainer runs in this process.
-    """
+    """The trainer's model, if the engine that is being built loads from it."""
     if get_current_vllm_config().load_config.load_format != LOAD_FORMAT:
         return None
     return _require_published()
@@ -144,19 +136,12 @@ def _require_published() -> Published:
 
 
 def fused_rows(tensors: list[torch.Tensor], names: list[str]) -> torch.Tensor:
-    """The one tensor whose consecutive row slices are `tensors`, without a copy.
-
-    Raises:
-        `RuntimeError`: they are not neighbours in one storage.
-    """
+    """The one tensor whose consecutive row slices are `tensors`, without a copy."""
     first, rows = tensors[0], 0
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if (
-            not same
-            or not tensor.is_contiguous()
-            or tensor.storage_offset() != first.storage_offset() + rows * first.stride(0)
-        ):
+        start = first.storage_offset() + rows * first.stride(0)
+        if not same or not tensor.is_contiguous() or tensor.storage_offset() != start:
             raise RuntimeError(
                 f"The trainer's {names} are not consecutive slices of one storage, so vLLM cannot read them as one layer: something moved the model "
                 "after it was loaded. Pass share_weights=False."
@@ -241,9 +226,105 @@ class TrainerLoader(BaseModelLoader):
         if source.shape == layer.weight.shape and source.dtype == layer.weight.dtype:
             layer.weight = Parameter(source.data, requires_grad=False)
             return {f"{name}.weight"}
-        padded = torch.zeros(
-            layer.weight.shape, dtype=layer.weight.dtype, device=source.device
-        )  # vLLM pads the vocabulary
+        # vLLM pads the vocabulary
+        padded = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device=source.device)
         padded[: source.shape[0]].copy_(source)
         layer.weight = Parameter(padded, requires_grad=False)
         return {f"{name}.weight"}
+
+
+#: what nearly every class of transformers calls the model below its head
+_BASE_PREFIX = "model."
+
+
+class Mapper(Protocol):
+    """The part of vLLM's `WeightsMapper` that is used: renaming rules, each from a checkpoint's spelling to vLLM's."""
+
+    @property
+    def orig_to_new_prefix(self) -> Mapping[str, str | None]: ...
+    @property
+    def orig_to_new_substr(self) -> Mapping[str, str | None]: ...
+    @property
+    def orig_to_new_suffix(self) -> Mapping[str, str | None]: ...
+
+    def apply_list(self, values: list[str]) -> list[str]: ...
+
+
+@dataclass
+class Renaming:
+    """How one engine names its layers: the mappers of its model classes, outermost first. vLLM fuses layers and renames modules; ignore lists,
+    adapters and the trainer's modules go by transformers' names, into which names are translated here. An entry of an ignore list
+    cannot be translated the other way: it may be a pattern."""
+
+    mappers: list[Mapper] = field(default_factory=list)
+
+    def add(self, mapper: Mapper) -> None:
+        if all(known is not mapper and known != mapper for known in self.mappers):
+            self.mappers.append(mapper)
+
+    def original(self, name: str, known: Collection[str] = ()) -> str:
+        """The name in transformers of vLLM's layer `name`. `known` names decide between spellings that vLLM reads alike."""
+        for mapper in reversed(self.mappers):
+            spellings = list(_spellings(name, mapper))
+            if not spellings:
+                raise ValueError(
+                    f"vLLM's class renames modules in a way that cannot be turned back for its layer {name!r}, so it is not known "
+                    "which layer of the checkpoint that is. Use use_vllm=False for this architecture."
+                )
+            name = next((spelling for spelling in spellings if spelling in known), spellings[0])
+        return name
+
+
+def _spellings(name: str, mapper: Mapper) -> Iterator[str]:
+    """Names whose weight `mapper` translates to the weight of vLLM's layer `name`, the likeliest first.
+
+    Where rules replace a prefix, several spellings may be read alike. vLLM's classes list the names of transformers 5 first and those
+    of older checkpoints after them; a name that begins with "model." already is the name of a text model, which needs no rule.
+    """
+    weight = f"{name}.weight"
+    renamed = [
+        old + weight.removeprefix(new)
+        for old, new in mapper.orig_to_new_prefix.items()
+        if new is not None and weight.startswith(new)
+    ]
+    for whole in [weight, *renamed] if weight.startswith(_BASE_PREFIX) else [*renamed, weight]:
+        for spelling in [*_with_parts(whole, mapper), whole]:
+            if spelling.endswith(".weight") and mapper.apply_list([spelling]) == [weight]:
+                yield spelling.removesuffix(".weight")
+
+
+def _with_parts(weight: str, mapper: Mapper) -> Iterator[str]:
+    """`weight` with one rule for a part of the name turned back."""
+    for old, new in mapper.orig_to_new_substr.items():
+        if new and new.strip(".") and new in weight:
+            yield weight.replace(new, old, 1)
+    for old, new in mapper.orig_to_new_suffix.items():
+        if new and weight.endswith(new):
+            yield weight.removesuffix(new) + old
+
+
+def split_fused(name: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
+    """The layers that vLLM's layer `name` fuses, in row order; itself, where it fuses none."""
+    parent, _, leaf = name.rpartition(".")
+    shards = packed_modules_mapping.get(leaf, [leaf])
+    return [f"{parent}.{shard}" if parent else shard for shard in shards]
+
+
+def stacked(mapper: Any) -> dict[str, list[str]]:
+    """What a class of vLLM says of fused layers in its `hf_to_vllm_mapper`, in the form of a `packed_modules_mapping`."""
+    fused: dict[str, list[str]] = {}
+    for part, (whole, _) in (getattr(mapper, "orig_to_new_stacked", None) or {}).items():
+        part, whole = part.strip("."), whole.strip(".")
+        if "." not in part and "." not in whole:
+            fused.setdefault(whole, []).append(part)
+    return fused
+
+
+def with_gap(name: str, known: Collection[str]) -> str:
+    """`name`, or where it is not known the one known name that has further parts before its last: Falcon-H1's layers in vLLM call
+    `layers.0.self_attn.q_proj` `layers.0.q_proj`. Layers are named to their weights by it, which the probe at start compares."""
+    if not known or name in known:
+        return name
+    parent, _, leaf = name.rpartition(".")
+    longer = [other for other in known if parent and other.startswith(f"{parent}.") and other.endswith(f".{leaf}")]
+    return longer[0] if len(longer) == 1 else name

@@ -8,11 +8,10 @@ Per shard the tensors are, in this order: packed, absmax, code; with double quan
 capture all of this is kernels on the current stream and allocations from PyTorch's pool.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
@@ -21,14 +20,11 @@ from .linear import AdaptedMethod, Layer, add_adapter_, register_operator
 
 def is_nf4(module: nn.Module) -> bool:
     """Whether `module` holds 4-bit weights of bitsandbytes; its package is not imported for the question."""
-    return type(module).__module__.startswith("bitsandbytes") and hasattr(
-        getattr(module, "weight", None), "quant_state"
-    )
+    weight = module._parameters.get("weight")
+    return type(module).__module__.startswith("bitsandbytes") and hasattr(weight, "quant_state")
 
 
-def _dequantize(
-    tensors: list[torch.Tensor], blocks: list[int], shape: list[int], kind: str, dtype: torch.dtype
-) -> torch.Tensor:
+def _dequantize(tensors: list[Tensor], blocks: list[int], shape: list[int], kind: str, dtype: torch.dtype) -> Tensor:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     packed, absmax, code, *nested = tensors
@@ -41,16 +37,9 @@ def _dequantize(
 
 
 def _nf4_linear(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    blocks: list[int],
-    kind: str,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    lora_a: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
-    splits: list[int],
-) -> torch.Tensor:
+    x: Tensor, weights: list[Tensor], blocks: list[int], kind: str, dtype: torch.dtype,
+    bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, splits: list[int],
+) -> Tensor:  # fmt: skip
     x_MK = x.reshape(-1, x.shape[-1])
     size, products, row = len(weights) // len(splits), [], 0
     for shard, width in enumerate(splits):
@@ -74,20 +63,11 @@ register_operator(
 
 @register_weight_loader_v2_supported_method
 class NF4Method(AdaptedMethod):
-    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them. arms.py refuses tensor parallelism."""
-
-    def _create(
-        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
-    ) -> None:
-        """Nothing: the loader installs them."""
+    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them. supported.py refuses tensor parallelism."""
 
     @torch.no_grad()
     def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:
-        """Install the 4-bit weights of the trainer's `modules`, one per shard: the same tensors, or copies without `alias`.
-
-        Raises:
-            `ValueError`: the shards were quantized in different ways, or a shape is not the engine's.
-        """
+        """Install the 4-bit weights of the trainer's `modules`, one per shard: the same tensors, or copies without `alias`."""
         states = [module.weight.quant_state for module in modules]
         k = layer.input_size_per_partition
         shapes = [tuple(state.shape) for state in states]
@@ -100,9 +80,9 @@ class NF4Method(AdaptedMethod):
             )
         ((layer.nf4_kind, layer.nf4_dtype, nested, *blocks),) = kinds
         layer.nf4_blocks = blocks
-        tensors: list[torch.Tensor] = []
+        tensors: list[Tensor] = []
         for module, state in zip(modules, states, strict=True):
-            packed = module.weight.data.as_subclass(torch.Tensor)
+            packed = module.weight.data.as_subclass(Tensor)
             parts = [packed, state.absmax, state.code]
             if nested:
                 parts += [state.offset, state.state2.absmax, state.state2.code]
@@ -112,15 +92,8 @@ class NF4Method(AdaptedMethod):
             layer.register_buffer(f"nf4_{index}", tensor if alias else tensor.clone(), persistent=False)
         layer.nf4_tensors = len(tensors)
 
-    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.qerl.nf4_linear(
-            x,
-            [getattr(layer, f"nf4_{index}") for index in range(layer.nf4_tensors)],
-            layer.nf4_blocks,
-            layer.nf4_kind,
-            layer.nf4_dtype,
-            bias,
-            layer.adapter_a,
-            layer.adapter_b,
-            layer.qerl_splits,
-        )
+    def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weights = [getattr(layer, f"nf4_{index}") for index in range(layer.nf4_tensors)]
+        how = layer.nf4_blocks, layer.nf4_kind, layer.nf4_dtype
+        adapter = layer.adapter_a, layer.adapter_b, layer.qerl_splits
+        return torch.ops.qerl.nf4_linear(x, weights, *how, bias, *adapter)

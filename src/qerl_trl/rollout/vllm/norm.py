@@ -91,11 +91,7 @@ else:
 
 
 def install() -> None:
-    """Register our classes in vLLM's out-of-tree registry, once per process, when an engine asks for our method.
-
-    Raises:
-        `RuntimeError`: another plugin has already replaced the norm.
-    """
+    """Register our classes in vLLM's out-of-tree registry, once per process, when an engine asks for our method."""
     for name, (parent, ours, op_name) in _CLASSES.items():
         registered = op_registry_oot.get(name)
         if registered is ours:

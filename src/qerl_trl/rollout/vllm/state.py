@@ -16,12 +16,20 @@ import torch
 
 from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
-from ..engine import Contents, RolloutError
-from ..sums import all_bits, bits, rounded
-from ..wire import AdapterTensors, fingerprint, not_finite, update_fingerprint
+from ..engine import (
+    AdapterTensors,
+    Contents,
+    RolloutError,
+    all_bits,
+    bits,
+    fingerprint,
+    not_finite,
+    rounded,
+    update_fingerprint,
+)
 from .linear import AdaptedMethod, Layer, parts_of
+from .loader import Renaming
 from .norm import find_norms
-from .renaming import Renaming
 
 #: elements of an adapter that are copied together
 _TOGETHER = 2**24
@@ -71,13 +79,7 @@ class _Slot:
 
 
 class RolloutState:
-    """The mutable part of a vLLM model that was built by our method.
-
-    Args:
-        model (`nn.Module`): vLLM's model of this rank.
-        renaming: from vLLM's names to transformers'.
-        known: names of the trainer's modules, where they are known.
-    """
+    """The mutable part of this rank's vLLM model that was built by our method. `known`: the trainer's modules, where they are known."""
 
     def __init__(self, model: Any, renaming: Renaming | None = None, known: Collection[str] = ()) -> None:
         self.model = model
@@ -89,11 +91,9 @@ class RolloutState:
                 self.shards |= {name: (layer, shard) for shard, name in enumerate(method.names)}
         self.slots = {name: _Slot(*place) for name, place in self.shards.items() if place[0].adapter_a is not None}
         #: the adapter's buffers by name
-        self._halves = [
-            (f"{name}.lora_{half}", part)
-            for name, slot in self.slots.items()
-            for half, part in (("A", slot.a_RK), ("B", slot.b_NR))
-        ]
+        self._halves: list[tuple[str, torch.Tensor]] = []
+        for name, slot in self.slots.items():
+            self._halves += [(f"{name}.lora_A", slot.a_RK), (f"{name}.lora_B", slot.b_NR)]
         self.renaming, self._known = renaming or Renaming(), known
         self.norms: dict[str, Any] = find_norms(model, self.original)
         self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
@@ -104,7 +104,6 @@ class RolloutState:
         self._bits = dict.fromkeys((name for name, _ in self._halves), 0)
 
     def original(self, name: str) -> str:
-        """The name in transformers of a module of vLLM's model."""
         return self.renaming.original(name, self._known)
 
     # ------------------------------------------------------------------ what is there
@@ -128,19 +127,9 @@ class RolloutState:
     def load_adapter(
         self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], received: str | None = None
     ) -> int:
-        """Copy an adapter into the buffers, and new clean weights into trained norms. Layers that have buffers but are not in `adapter`
-        become zero; noise in force stays in force, on top of the norms.
-
-        Args:
-            received: what `contents` shall call this update, by default its fingerprint.
-
-        Returns:
-            Number of layers written.
-
-        Raises:
-            `ValueError`: a layer without buffers, a norm that vLLM's model does not have, another shape, values that are not finite. Nothing
-                has changed then.
-        """
+        """Copy an adapter into the buffers, and new clean weights into trained norms; the number of layers written. Layers that have buffers but
+        are not in `adapter` become zero; noise in force stays in force, on top of the norms. `received` is the update's name in `contents`, by
+        default its fingerprint."""
         found = self._checked(adapter, norms)
         received = received or update_fingerprint(adapter, norms)
         for group in self._groups(adapter):
@@ -156,30 +145,22 @@ class RolloutState:
         return len(adapter)
 
     def _checked(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """`bits` of what the adapter's buffers have to hold after this update.
-
-        Raises:
-            `ValueError`: it cannot be taken.
-        """
+        """`bits` of what the adapter's buffers have to hold after this update."""
         unknown = sorted(set(adapter) - set(self.slots))
         if unknown or not adapter:
             raise ValueError(
                 f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM ({unknown[:4]}). Give the engine the "
                 "adapter's own target modules."
             )
-        unknown = sorted(set(norms) - set(self.norms))
-        if unknown:
+        if unknown := sorted(set(norms) - set(self.norms)):
             raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
         problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
-        problems += [
-            f"{name} came as {tuple(weight.shape)}, and is {tuple(self.norms[name].weight.shape)}"
-            for name, weight in norms.items()
-            if weight.shape != self.norms[name].weight.shape
-        ]
+        for name, weight in norms.items():
+            if weight.shape != (own := self.norms[name].weight.shape):
+                problems.append(f"{name} came as {tuple(weight.shape)}, and is {tuple(own)}")
         if problems:
             raise ValueError(_refusal(problems))
         buffer = next(iter(self.slots.values())).a_RK
-        halves = [name for name, _ in self._halves]
         parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
         factors = [factor for t in adapter.values() for factor in (1.0, t.scaling)]
         found, finite = rounded(parts, factors, buffer)
@@ -188,12 +169,11 @@ class RolloutState:
         bad += [name for name, good in zip(came, finite.tolist(), strict=True) if not good]
         if bad:
             raise ValueError(_refusal([f"{name} holds NaN or infinity" for name in bad]))
-        return dict.fromkeys(halves, 0) | dict(zip(came, found.tolist(), strict=True))
+        return dict.fromkeys(self._bits, 0) | dict(zip(came, found.tolist(), strict=True))
 
     def _groups(self, adapter: Mapping[str, AdapterTensors]) -> Iterator[list[str]]:
         """The adapter's layers, as many at a time as are small together."""
-        group: list[str] = []
-        size = 0
+        group, size = list[str](), 0
         for name, tensors in adapter.items():
             group.append(name)
             size += tensors.a.numel() + tensors.b.numel()
@@ -223,11 +203,7 @@ class RolloutState:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole weights, by the checkpoint's names, into vLLM's parameters. Noise in force stays in force, on top of them.
-
-        Raises:
-            [`RolloutError`]: they did not arrive.
-        """
+        """Copy whole weights, by the checkpoint's names, into vLLM's parameters. Noise in force stays in force, on top of them."""
         draw = self.draw
         self.clear_noise()
         came: list[tuple[str, torch.Tensor]] = []
@@ -276,14 +252,7 @@ class RolloutState:
 
     @torch.no_grad()
     def remember_clean(self, names: Iterable[str]) -> None:
-        """Declare which norms carry noise, and keep clean copies of them. Noise is off afterwards.
-
-        Args:
-            names: canonical names of the norms, in a fixed order.
-
-        Raises:
-            `ValueError`: vLLM's model lacks one of the norms.
-        """
+        """Declare which norms carry noise, by canonical names in a fixed order, and keep clean copies. Noise is off afterwards."""
         names = tuple(names)
         unknown = sorted(set(names) - set(self.norms))
         if unknown or not names:
@@ -314,11 +283,7 @@ class RolloutState:
 
     @torch.no_grad()
     def set_noise(self, draw: NoiseDraw) -> None:
-        """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone.
-
-        Raises:
-            As `check_draw`.
-        """
+        """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone."""
         self.check_draw(draw)
         assert self._clean is not None
         weights = self._weights()
@@ -332,12 +297,7 @@ class RolloutState:
         self.draw = draw
 
     def check_draw(self, draw: NoiseDraw) -> None:
-        """Whether `set_noise` takes it.
-
-        Raises:
-            `RuntimeError`: `remember_clean` was not called.
-            `ValueError`: sigma is not a standard deviation.
-        """
+        """Whether `set_noise` takes it."""
         if not (math.isfinite(draw.sigma) and draw.sigma >= 0):
             raise ValueError(
                 f"Noise of sigma {draw.sigma} was asked for; a standard deviation is finite and not negative. Nothing changed."
