@@ -16,7 +16,6 @@ only.
 """
 
 import copy
-import inspect
 import json
 import os
 from collections.abc import Iterable
@@ -42,6 +41,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..support.files import named_in_errors
 from . import checkpoints, headers, quantizer  # noqa: F401  (its decorator registers the quantizer of this configuration)
 from .format import SCALE_RULES
+from .fused import Matrix, packed_matrices
+from .linear import NVFP4Linear
 
 logger = logging.get_logger(__name__)
 
@@ -73,27 +74,14 @@ class NVFP4Config(QuantizationConfigMixin):
         source_format: str | None = None,
         source_targets: list[str] | None = None,
         source_fp8: list[str] | None = None,
-        **unknown: Any,
     ):
-        unknown.pop("quant_method", None)
-        if unknown:
-            known = [name for name in inspect.signature(NVFP4Config).parameters if name != "unknown"]
-            raise ValueError(
-                f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}. Leave it out; there are "
-                f"{', '.join(known)}."
-            )
         if scale_rule not in SCALE_RULES:
-            raise ValueError(
-                f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}."
-            )
+            raise ValueError(f"scale_rule={scale_rule!r} is unknown. Pass one of {', '.join(map(repr, SCALE_RULES))}.")
         skipped = checkpoints.check_entries(modules_to_not_convert or (), "modules_to_not_convert")
-        name = str(compute_dtype).removeprefix("torch.")
-        if name not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"compute_dtype={compute_dtype!r} must be 'bfloat16', 'float16' or 'float32'.")
         self.quant_method = checkpoints.METHOD  # type: ignore[assignment]  # transformers declares its own enum
         self.scale_rule = scale_rule
         self.modules_to_not_convert = list(skipped)
-        self.compute_dtype = name
+        self.compute_dtype = str(compute_dtype).removeprefix("torch.")
         self.source_format = source_format
         self.source_targets = list(source_targets or ("Linear",))
         self.source_fp8 = list(source_fp8 or ())
@@ -140,8 +128,9 @@ class NVFP4Config(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
         """Build from `options()`, or from the `quantization_config` of an NVFP4 checkpoint."""
+        own = {name: value for name, value in config_dict.items() if name != "quant_method"}
         if config_dict.get("quant_method") == checkpoints.METHOD:
-            config = cls(**{**config_dict, **kwargs})
+            config = cls(**own, **kwargs)
         else:
             config = cls.from_checkpoint(config_dict, "quantization_config", **kwargs)
         return (config, {}) if return_unused_kwargs else config
@@ -303,3 +292,18 @@ def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, A
         return json.loads(Path(hf_hub_download(str(model_id), name, **hub)).read_text())
     except EntryNotFoundError:  # also its subclass for "not in the cache, and offline"
         return None
+
+
+def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[Matrix]:
+    """The packed matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
+    config = load_config(model_id, **kwargs)
+    stored = quantization_of(config)
+    quantization = NVFP4Config() if stored is None else NVFP4Config.from_dict(stored)
+    if stored is not None:
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, linear in quantization.linears_to_quantize(model).items():
+        packed = NVFP4Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
+        model.set_submodule(name, packed)
+    return packed_matrices(model)

@@ -71,8 +71,7 @@ def describe(device: torch.device | str) -> str:
 
 def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> ModuleType | None:
     """The kernel package to call, or None for the reference."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; choose one of {IMPLEMENTATIONS}.")
+    assert implementation in IMPLEMENTATIONS, implementation
     if implementation == "reference":
         return None
     kernels, reason = _kernels(device)
@@ -259,17 +258,14 @@ class NVFP4Linear(nn.Linear):
         compute_dtype: torch.dtype = torch.bfloat16,
     ):
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate the dense weight
-        if in_features % BLOCK_SIZE:
-            raise ValueError(
-                f"in_features={in_features} is not a multiple of {BLOCK_SIZE}, the NVFP4 block. Leave this layer "
-                "unquantized (modules_to_not_convert)."
-            )
         self.in_features, self.out_features = in_features, out_features
         self.compute_dtype = compute_dtype  # also what PEFT reads as the layer's dtype
         self.implementation = "auto"
         self.fused_rows: int | None = None  # rows of the storage this layer is a slice of; None: not shared
         self.weight_packed = _frozen(torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=device))
-        self.weight_scale = _frozen(torch.empty(out_features, in_features // 16, dtype=torch.uint8, device=device))
+        self.weight_scale = _frozen(
+            torch.empty(out_features, in_features // BLOCK_SIZE, dtype=torch.uint8, device=device)
+        )
         self.weight_global_scale = _frozen(torch.empty(4, dtype=torch.uint8, device=device))
         empty = _frozen(torch.empty(out_features, dtype=compute_dtype, device=device)) if bias else None
         self.register_parameter("bias", empty)
