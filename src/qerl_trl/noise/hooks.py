@@ -60,12 +60,10 @@ class NormNoise:
         norms: {canonical name: module}, from `find_noisy_norms`.
 
     Raises:
-        ValueError: `norms` is empty, or one of them already has the hooks of another NormNoise.
+        ValueError: a norm already has the hooks of another NormNoise.
     """
 
     def __init__(self, norms: Mapping[str, nn.Module]) -> None:
-        if not norms:
-            raise ValueError("There is no norm to put noise on. Pass what find_noisy_norms(model) returns.")
         for name, module in norms.items():
             if module in _noisy_modules:
                 raise ValueError(
@@ -85,8 +83,6 @@ class NormNoise:
 
     def set(self, draw: NoiseDraw) -> None:
         """Take the noise of `draw` from now on. With sigma 0 the hooks do nothing at all."""
-        if not math.isfinite(draw.sigma) or draw.sigma < 0:
-            raise ValueError(f"sigma={draw.sigma} is not a standard deviation. Pass a finite number >= 0.")
         self.draw = draw
         self._noise, self._ready, self._landed = {}, {}, {}
         if self._depth or self._in_training:

@@ -128,9 +128,9 @@ class NVFP4Config(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
         """Build from `options()`, or from the `quantization_config` of an NVFP4 checkpoint."""
-        own = {name: value for name, value in config_dict.items() if name != "quant_method"}
         if config_dict.get("quant_method") == checkpoints.METHOD:
-            config = cls(**own, **kwargs)
+            options = config_dict | kwargs
+            config = cls(**{name: options[name] for name in options if name != "quant_method"})
         else:
             config = cls.from_checkpoint(config_dict, "quantization_config", **kwargs)
         return (config, {}) if return_unused_kwargs else config
