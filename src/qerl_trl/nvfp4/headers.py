@@ -1,7 +1,8 @@
 """What the safetensors files of a checkpoint hold, and whether it is what the model needs.
 
-safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_headers`] compares
-names, dtypes and shapes with the model before anything is loaded, [`check_scales`] and [`check_finite`] look at values.
+safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_dense_headers`] and
+[`check_headers`] compare names, dtypes and shapes with the model before anything is loaded, [`check_scales`] and
+[`check_finite`] look at values.
 """
 
 import json
@@ -89,6 +90,17 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
 
 
 # --- names, dtypes, shapes --------------------------------------------------------------------------------------------
+
+
+def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Iterable[str]) -> None:
+    """Refuse modules that are going to be quantized and are packed already: transformers drops a ModelOpt configuration."""
+    for name in modules:
+        if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
+            raise ValueError(
+                f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for "
+                "unquantized weights. Load it with from_pretrained(model, **qerl_trl.pretrained_kwargs(model)); its "
+                "config.json needs its quantization_config."
+            )
 
 
 def check_headers(

@@ -77,10 +77,7 @@ def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> Modu
     kernels, reason = _kernels(device)
     if dtype not in _KERNEL_DTYPES:
         kernels, reason = None, f"the kernels compute in bf16 or fp16, not {dtype}"
-    if kernels is None and implementation == "kernel":
-        raise RuntimeError(
-            f"implementation='kernel' was asked for, but {reason}. Use 'auto' to fall back to the reference."
-        )
+    assert kernels is not None or implementation != "kernel", reason
     return kernels
 
 

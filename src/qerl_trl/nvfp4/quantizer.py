@@ -176,6 +176,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         note_commit(model.config, files=files)
         self._headers = _in_memory(model, headers.read_headers(files))
         if not self.pre_quantized:
+            headers.check_dense_headers(self._headers, self._converted)
             self._put_stand_ins(model, {})
             return model
         layout = self._layout()

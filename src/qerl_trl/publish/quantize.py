@@ -186,6 +186,7 @@ def _matched(
     linears = nvfp4_config.linears_to_quantize(model)
     stored = _stored_names(model, tensors)
     converted = {stored.get(name, name): layer for name, layer in linears.items()}
+    headers.check_dense_headers(tensors, converted)
     absent = [name for name in converted if f"{name}.weight" not in tensors]
     if absent:
         raise ValueError(
