@@ -41,8 +41,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..support.files import named_in_errors
 from . import checkpoints, headers, quantizer  # noqa: F401  (its decorator registers the quantizer of this configuration)
 from .format import SCALE_RULES
-from .fused import Matrix, packed_matrices
-from .linear import NVFP4Linear
 
 logger = logging.get_logger(__name__)
 
@@ -292,18 +290,3 @@ def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, A
         return json.loads(Path(hf_hub_download(str(model_id), name, **hub)).read_text())
     except EntryNotFoundError:  # also its subclass for "not in the cache, and offline"
         return None
-
-
-def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[Matrix]:
-    """The packed matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
-    config = load_config(model_id, **kwargs)
-    stored = quantization_of(config)
-    quantization = NVFP4Config() if stored is None else NVFP4Config.from_dict(stored)
-    if stored is not None:
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    for name, linear in quantization.linears_to_quantize(model).items():
-        packed = NVFP4Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
-        model.set_submodule(name, packed)
-    return packed_matrices(model)
