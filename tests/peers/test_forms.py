@@ -122,7 +122,7 @@ HEAD = (
 REFUSED = {
     "mixed, packed head": HEAD,
     "mixed, packed head and experts": HEAD,
-    "packed experts": "mixture of experts.*nor reads packed.*Start from the unquantized model",
+    "packed experts": "has experts .*nor reads packed.*Start from the unquantized model",
 }
 READ = ["attention left out", "mixed"]
 

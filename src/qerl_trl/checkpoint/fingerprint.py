@@ -246,6 +246,6 @@ def check_base(model: nn.Module, began_with: str | None, in_the_middle: bool = F
         return
     if (now := base_sha256(model)) not in (None, began_with):
         raise RuntimeError(
-            f"The frozen base has other weights ({str(now)[:12]}) than when the run began ({began_with[:12]}), as after a merge and unmerge. Save "
-            "the adapter (save_adapter) and merge from its folder, or resume from the last checkpoint without the merge."
+            f"The frozen base has other weights ({str(now)[:12]}) than when the run began ({began_with[:12]}), as after a merge and unmerge. "
+            "Call save_adapter and merge from its folder, or resume from the last checkpoint."
         )

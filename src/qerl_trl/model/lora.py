@@ -131,16 +131,15 @@ def check_is_lora(config: PeftConfig) -> LoraConfig:
     """Return `config`; refuse methods other than LoRA, and an adapter on the head."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear "
-            "layers; prompt-learning and other methods would train something that the rollout never sees. Pass a "
-            "LoraConfig."
+            f"peft_config is a {type(config).__name__}. Rollout, export and noise are built for LoRA on linear layers; "
+            "what other methods train, the rollout never sees. Pass a LoraConfig."
         )
     targets = config.target_modules
     targets = [targets] if isinstance(targets, str) else list(targets or [])
     if any(target.split(".")[-1] == "lm_head" for target in targets):
         raise ValueError(
-            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so "
-            'an adapter there would never be trained. Remove it, or use target_modules="all-linear", without it.'
+            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight, so an adapter "
+            'there would never be trained. Remove it, or use target_modules="all-linear".'
         )
     return config
 
@@ -157,9 +156,8 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
     init = config.init_lora_weights
     if init not in _PLAIN_INITS or config.target_parameters:
         raise ValueError(
-            f"LoraConfig(init_lora_weights={init!r}, target_parameters={config.target_parameters}) needs the base's "
-            "full-precision weights, and these are packed in 4 bits. Name linear modules in target_modules, and use "
-            f"one of {_PLAIN_INITS} to start."
+            f"init_lora_weights={init!r} or target_parameters={config.target_parameters} needs the base's full-precision "
+            f"weights, and these are packed. Name linear modules in target_modules, and start with one of {_PLAIN_INITS}."
         )
     config = copy.copy(config)
     config._register_custom_module({NVFP4Linear: NVFP4LoraLinear})
@@ -258,10 +256,9 @@ def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
         return
     if (now := base_sha256(model)) not in (None, then):
         raise ValueError(
-            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} (fingerprint "
-            f"{then[:12]}, this model's {now[:12]}): it has the same shapes, or was loaded in a dtype that rounds it "
-            f"otherwise than the run's, {settings.get('dtype', 'unknown')}. Load the run's own base, or take this one "
-            "all the same: allow_other_base=True."
+            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} in "
+            f"{settings.get('dtype', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}). Load the run's own "
+            "base, or take this one all the same: allow_other_base=True."
         )
 
 
@@ -282,9 +279,8 @@ def check_adapter(model: PeftModel) -> None:
     base: Any = model.get_base_model()
     if isinstance(base.get_input_embeddings(), LoraLayer) and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
-            "The adapter's targets match the embeddings, and this model's output head is tied to them: the adapter "
-            "would act at the input only, and a merge would change the head too. Leave the embeddings out of "
-            "target_modules."
+            "The adapter's targets match the embeddings, and the output head is tied to them: the adapter would act at "
+            "the input only, a merge on both. Leave the embeddings out of target_modules."
         )
     warn_of_low_precision(model)
 

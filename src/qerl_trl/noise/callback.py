@@ -210,9 +210,8 @@ class AQNCallback(TrainerCallback):
             if not (self._attached().landed if noisy else self._ran or not self.schedule.ever_noisy):
                 drawn = f"Noise of sigma {self.draw.sigma:g} was drawn" if noisy else "Noise is to come"
                 raise RuntimeError(
-                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or engine generated (a "
-                    "rollout_func that asks a server?). Sample from trainer.model in it, train without noise (aqn=False), or set "
-                    "callback.engine = True and hand callback.draw to that engine."
+                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or engine generated. Sample from "
+                    "trainer.model (in rollout_func), pass aqn=False, or set callback.engine = True and hand callback.draw to that engine."
                 )
         finally:
             self.draw = None
@@ -320,8 +319,8 @@ class AQNCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.last_draw is None:
             raise RuntimeError(
-                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that samples from its model with "
-                "transformers (GRPOTrainer, RLOOTrainer); with another engine use QeRLGRPOTrainer."
+                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that samples with transformers' "
+                "generate() (GRPOTrainer, RLOOTrainer); otherwise use QeRLGRPOTrainer."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -332,7 +331,7 @@ class AQNCallback(TrainerCallback):
         if metric and metric not in logs and not any(metric in entry for entry in state.log_history):
             raise RuntimeError(
                 f"schedule='entropy_target' steers by {metric!r}, which this run does not log: sigma would stay at {self.sigma:g}. Use "
-                "aqn_scope='policy', in which the trainer's own entropy is that of the noisy policy, or another schedule."
+                "aqn_scope='policy', where the trainer logs the noisy policy's entropy, or another schedule."
             )
         draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
         if "aqn/sigma" in logs:  # the trainer logs it
@@ -361,7 +360,7 @@ class AQNCallback(TrainerCallback):
         if getattr(args, "use_vllm", False):
             raise ValueError(
                 "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine. Use QeRLGRPOTrainer (or "
-                "QeRLRLOOTrainer) with aqn=True, which carries the noise into vLLM, or use_vllm=False."
+                "QeRLRLOOTrainer), which carries the noise into vLLM, or use_vllm=False."
             )
         if self.scope == "rollout":
             logger.warning_once(

@@ -42,9 +42,8 @@ class NoiseDraw(NamedTuple):
         if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
             return
         raise RuntimeError(
-            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and what lies on the engine's norms is {effective:.4g}: noise of "
-            "an earlier rollout was left on or adds up, or the engine rounds its norms. Restart the engine and resume from the last checkpoint; "
-            "aqn=False trains without noise."
+            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and the engine's norms have {effective:.4g}: earlier noise was left "
+            "on or adds up, or norms are rounded. Restart the engine and resume from the last checkpoint, or pass aqn=False."
         )
 
 

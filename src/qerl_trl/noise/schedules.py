@@ -170,7 +170,7 @@ class EntropyTargetSchedule(NoiseSchedule):
         if not positive or 0 in (self.sigma_start, self.sigma_end):
             raise ValueError(
                 f"entropy_target={self.target} with sigma_start={self.sigma_start}, sigma_end={self.sigma_end} cannot be "
-                "steered to. Pass nats per token > 0, such as the `entropy` of a run without noise, and sigmas > 0."
+                "steered to. Pass nats per token > 0, such as a run's `entropy` without noise, and sigmas > 0."
             )
 
     def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:

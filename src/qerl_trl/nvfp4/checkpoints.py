@@ -170,9 +170,8 @@ def linears_to_quantize(
     experts = [name for name in expert_tensors(model) if not matches_any(name, selection.ignore)]
     if experts:
         raise ValueError(
-            f"{type(model).__name__} is a mixture of experts, and qerl_trl neither quantizes experts nor reads packed "
-            f"ones (e.g. {experts[0]!r}). Start from the unquantized model and leave them dense: "
-            "NVFP4Config(modules_to_not_convert=['experts']), use_vllm=False."
+            f"{type(model).__name__} has experts (e.g. {experts[0]!r}), which qerl_trl neither quantizes nor reads packed. "
+            "Start from the unquantized model, with NVFP4Config(modules_to_not_convert=['experts']) and use_vllm=False."
         )
     return quantized, dense
 

@@ -171,9 +171,8 @@ def load_config(
     if quantization_config is not None and not isinstance(quantization_config, NVFP4Config):
         cls = type(quantization_config)
         raise ValueError(
-            f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config "
-            "(transformers has another class of that name, for inference on Blackwell). For other methods call "
-            "transformers' from_pretrained."
+            f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config, "
+            "not transformers' class of that name. For other methods call transformers' from_pretrained."
         )
     with named_in_errors(model_id):
         config = AutoConfig.from_pretrained(model_id, **kwargs)

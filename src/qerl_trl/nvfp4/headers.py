@@ -97,9 +97,8 @@ def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Iterable[str
     for name in modules:
         if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
             raise ValueError(
-                f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for "
-                "unquantized weights. Load it with from_pretrained(model, **qerl_trl.pretrained_kwargs(model)); its "
-                "config.json needs its quantization_config."
+                f"{packed.file}: {name!r} is quantized already, and NVFP4Config is for unquantized weights. Load it with "
+                "**qerl_trl.pretrained_kwargs(model); config.json needs its quantization_config."
             )
 
 

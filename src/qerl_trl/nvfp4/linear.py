@@ -318,8 +318,7 @@ class NVFP4Linear(nn.Linear):
         if self.unread is not None and self.unread[0] is self.weight_packed:
             raise RuntimeError(
                 "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first "
-                "process reads them. Prepare the model (accelerator.prepare) before it computes, or set "
-                "fsdp_cpu_ram_efficient_loading: false."
+                "process reads them. Call accelerator.prepare(model) before it computes, or set that option to false."
             )
         packed, block_scale = (as_bytes(tensor.detach()) for tensor in (self.weight_packed, self.weight_scale))
         return NVFP4Tensor(packed, block_scale, self.global_scale)

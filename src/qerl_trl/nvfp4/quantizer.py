@@ -259,9 +259,9 @@ class NVFP4HfQuantizer(HfQuantizer):
         conversions = getattr(model, "_weight_conversions", None) or ()
         if inside or merged or any("expert" in str(each.source_patterns) for each in conversions):
             raise RuntimeError(
-                f"{type(model).__name__} cannot be saved in NVFP4 and load again: its base is inside an adapter, an "
-                f"adapter was merged ({len(opened)} layers became dense), or it has dense experts next to packed "
-                "layers. Save the adapter (PeftModel.save_pretrained), or call model.dequantize() first."
+                f"{type(model).__name__} would not load again from NVFP4: it is inside an adapter, an adapter was merged "
+                f"({len(opened)} layers are dense now), or its experts are dense. Save the adapter, or call "
+                "model.dequantize() first."
             )
         for name in packed:
             state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)

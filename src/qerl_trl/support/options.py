@@ -38,15 +38,15 @@ def check_options(args: Any) -> None:
     if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
         raise ValueError(
             f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot work: only NVFP4 in vLLM has such "
-            "kernels. Pass use_vllm=True and base_format='nvfp4', or leave it out."
+            "kernels. Pass use_vllm=True, base_format='nvfp4', or leave it out."
         )
     if not args.use_vllm:
         return
     server, ranks = args.vllm_mode == "server", args.vllm_tensor_parallel_size
     if (server and args.base_format in ("full", "nf4")) or (args.base_format == "nf4" and ranks > 1):
         raise ValueError(
-            f"base_format={args.base_format!r} with vllm_mode={args.vllm_mode!r} and vllm_tensor_parallel_size={ranks} cannot work: a server takes "
-            "adapters and norms only, and bitsandbytes weights cannot be split. Use vllm_mode='colocate' and size 1, or base_format='nvfp4'."
+            f"base_format={args.base_format!r} with vllm_mode={args.vllm_mode!r} and vllm_tensor_parallel_size={ranks} cannot work: it needs "
+            "vllm_mode='colocate', and 'nf4' also size 1. Pass these, or base_format='nvfp4'."
         )
     check_engine(args)
 
