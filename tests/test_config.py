@@ -130,7 +130,7 @@ def test_a_rollout_is_as_many_steps_as_it_is_said_to_be(tmp_path):
         (1, {"generation_batch_size": 128, "gradient_accumulation_steps": 16}, "needs gradient_accumulation_steps=8"),
         (1, {"generation_batch_size": 128, "updates_per_rollout": 0}, "updates_per_rollout=.* is out of range"),
         (1, {"updates_per_rollout": 1.5}, "updates_per_rollout=.* is out of range"),
-        (1, {"steps_per_generation": 3}, "Leave steps_per_generation out"),
+        (1, {"steps_per_generation": 6}, "does not divide the 6 backward passes"),
         (64, {"generation_batch_size": 512, "updates_per_rollout": 16}, "does not divide the 2 backward passes"),
     ],
 )

@@ -243,8 +243,8 @@ class QeRLArguments(OnlineConfig):
             setattr(self, _NEWER_NAME, self.gradient_checkpointing)
         _check_ranges(vars(self), _COUNTS)  # TRL divides by them
         updates = self.updates_per_rollout
-        if updates is not None and self.generation_batch_size is None:
-            self._cut_batches(updates)
+        if updates is not None and self.generation_batch_size is None and self.steps_per_generation is None:
+            self.steps_per_generation = updates * self.gradient_accumulation_steps
         self.ddp_timeout = patience(self.ddp_timeout, self.rollout_timeout, self.reward_timeout)
         try:
             super().__post_init__()
@@ -288,16 +288,6 @@ class QeRLArguments(OnlineConfig):
         # with these transformers leaves the model on the CPU until train() or evaluate(), and an engine starts before
         cast = self.bf16_full_eval or self.fp16_full_eval
         return True if cast and fsdp_version(self) is None and self.deepspeed_plugin is None else None
-
-    def _cut_batches(self, updates: int) -> None:
-        """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""
-        accumulated = self.gradient_accumulation_steps
-        if self.steps_per_generation not in (None, updates * accumulated):
-            said = f"steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps={accumulated}"
-            raise ValueError(
-                f"updates_per_rollout={updates} and {said} say different things. Leave steps_per_generation out."
-            )
-        self.steps_per_generation = updates * accumulated
 
     def _cut_rollout(self, updates: int) -> None:
         """`gradient_accumulation_steps` such that a rollout of `generation_batch_size` completions has `updates_per_rollout` steps."""

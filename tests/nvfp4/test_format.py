@@ -294,14 +294,11 @@ def test_a_global_scale_for_each_row():
 @pytest.mark.parametrize(
     ("weight", "rule", "message"),
     [
-        (torch.zeros(4, 24), "rtn", r"multiple of 16; got \(4, 24\)"),
-        (torch.zeros(4, 2, 16), "rtn", r"got \(4, 2, 16\)"),
-        (torch.zeros(4, 16, dtype=torch.int32), "rtn", "int32"),
         (torch.full((4, 16), math.nan), "rtn", "nan"),
         (torch.full((4, 16), math.inf), "rtn", "inf"),
         (torch.full((4, 16), -math.inf), "rtn", "inf"),
     ],
-    ids=["K", "ndim", "dtype", "nan", "inf", "-inf"],
+    ids=["nan", "inf", "-inf"],
 )
 def test_what_cannot_be_quantized_is_refused_with_the_value(weight, rule, message):
     with pytest.raises(ValueError, match=message):

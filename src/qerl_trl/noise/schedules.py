@@ -76,7 +76,7 @@ class NoiseSchedule:
 
     def shape(self, progress: float) -> float:
         """Sigma at `progress` through the noisy stages, from 0 (sigma_start) to 1 (sigma_end)."""
-        raise NotImplementedError
+        return self.sigma_start
 
 
 class ExponentialSchedule(NoiseSchedule):
