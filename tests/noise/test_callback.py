@@ -573,6 +573,12 @@ def test_vllm_rollouts_are_refused_before_training():
     callback.on_init_end(args, None, None)
 
 
+def test_continuous_batching_is_refused():
+    args = SimpleNamespace(use_vllm=False, use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching=True"):
+        AQNCallback().on_init_end(args, None, None)
+
+
 def test_two_callbacks_in_one_trainer_are_refused(trainer_for):
     with pytest.raises(ValueError, match="already carries"):
         trainer_for(AQNCallback(), AQNCallback()).train()

@@ -136,8 +136,10 @@ class EngineTrial:
             raise architectures.Refused(str(refusal)) from refusal
         self.generation.sync_noise(DRAW)
         noisy = self.greedy()
-        with aqn.under(DRAW):
+        aqn._noise.set(DRAW)
+        with aqn._noise.active():
             gap = self.gap(noisy)
+        aqn._noise.clear()
         moved = self.gap(noisy)
         most, times = TOLERANCE[self.dtype]
         assert gap < most and moved > times * gap, (gap, moved)

@@ -222,18 +222,6 @@ class AQNCallback(TrainerCallback):
         with self._attached().active():
             yield
 
-    @contextmanager
-    def under(self, draw: NoiseDraw) -> Iterator[None]:
-        """The transformers model under `draw`, before training, for measurements; afterwards there is no draw again."""
-        noise = self._attached()
-        noise.set(draw)
-        try:
-            with noise.active():
-                yield
-        finally:
-            noise.clear()
-            self._reported = None
-
     # ------------------------------------------------------------------ when, way 2: recognised by forward calls
 
     def _hook(self, method):
@@ -355,14 +343,13 @@ class AQNCallback(TrainerCallback):
         callbacks.insert(0, self)
 
     def _check_reach(self, args) -> None:
-        if self.explicit:
-            return
-        if getattr(args, "use_vllm", False):
+        batching = getattr(args, "use_transformers_continuous_batching", False)
+        if batching or (getattr(args, "use_vllm", False) and not self.explicit):
             raise ValueError(
-                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine. Use QeRLGRPOTrainer (or "
-                "QeRLRLOOTrainer), which carries the noise into vLLM, or use_vllm=False."
+                f"AQNCallback acts on rollouts by generate() alone, and {'use_transformers_continuous_batching' if batching else 'use_vllm'}=True "
+                "bypasses it. Leave that out, or use QeRLGRPOTrainer (QeRLRLOOTrainer) with use_vllm=True, which carries the noise into vLLM."
             )
-        if self.scope == "rollout":
+        if self.scope == "rollout" and not self.explicit:
             logger.warning_once(
                 "AQNCallback alone, with scope='rollout': this trainer takes noisy completions for the clean policy's. Use QeRLGRPOTrainer, which "
                 "corrects the update, or scope='policy', in which nothing needs a correction."
