@@ -54,8 +54,8 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
         seen = sorted({type(module).__name__ for module in norms.values()}) or ["none"]
         base = whole.get_base_model() if isinstance(whole, PeftModel) else whole
         raise ValueError(
-            f"{type(base).__name__} has no norm whose output feeds a linear layer (norms seen: {', '.join(seen)}), as in OLMo-2. Train "
-            "without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm model."
+            f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: {', '.join(seen)}), as "
+            "in OLMo-2, where norms follow the linear layers. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm model."
         )
     return found
 

@@ -256,11 +256,15 @@ class NVFP4HfQuantizer(HfQuantizer):
         opened = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in known]
         inside = any(name.endswith(".base_layer") for name in packed)
         merged = not packed or (opened and self.quantization_config.dense_linears is not None)
-        conversions = getattr(model, "_weight_conversions", None) or ()
-        if inside or merged or any("expert" in str(each.source_patterns) for each in conversions):
+        if inside or merged:
             raise RuntimeError(
-                f"{type(model).__name__} would not load again from NVFP4: it is inside an adapter, an adapter was merged "
-                f"({len(opened)} layers are dense now), or its experts are dense. Save the adapter, or call "
+                f"{type(model).__name__} would not load again from NVFP4: it is inside an adapter, or an adapter was merged "
+                f"({len(opened)} layers are dense now). Save the adapter, or call model.dequantize() first."
+            )
+        if any("expert" in str(each.source_patterns) for each in getattr(model, "_weight_conversions", None) or ()):
+            raise RuntimeError(
+                f"{type(model).__name__} has dense experts next to packed layers, which transformers would fill with "
+                "random numbers when it loads. Save the adapter (PeftModel.save_pretrained), or call "
                 "model.dequantize() first."
             )
         for name in packed:
