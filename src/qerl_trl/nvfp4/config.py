@@ -81,7 +81,7 @@ class NVFP4Config(QuantizationConfigMixin):
         self.modules_to_not_convert = list(skipped)
         self.compute_dtype = str(compute_dtype).removeprefix("torch.")
         self.source_format = source_format
-        self.source_targets = list(source_targets or ("Linear",))
+        self.source_targets = ["Linear"] if source_targets is None else list(source_targets)
         self.source_fp8 = list(source_fp8 or ())
         self._dense_linears: list[str] | None = None  # known once a model was seen
 
