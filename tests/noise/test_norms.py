@@ -123,7 +123,7 @@ def test_post_norm_model_is_refused_by_name():
 def test_model_that_needs_other_inputs():
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
-    with pytest.raises(ValueError, match="decoder_input_ids"):
+    with pytest.raises(ValueError, match="You must specify exactly one of input_ids or inputs_embeds"):
         find_noisy_norms(model)
     ids = torch.ones(1, 4, dtype=torch.long)
     found = find_noisy_norms(model, inputs={"input_ids": ids, "decoder_input_ids": ids})

@@ -136,10 +136,8 @@ class EngineTrial:
             raise architectures.Refused(str(refusal)) from refusal
         self.generation.sync_noise(DRAW)
         noisy = self.greedy()
-        aqn._noise.set(DRAW)
-        with aqn._noise.active():
+        with aqn.under(DRAW):
             gap = self.gap(noisy)
-        aqn._noise.clear()
         moved = self.gap(noisy)
         most, times = TOLERANCE[self.dtype]
         assert gap < most and moved > times * gap, (gap, moved)

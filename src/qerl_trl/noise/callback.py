@@ -222,6 +222,18 @@ class AQNCallback(TrainerCallback):
         with self._attached().active():
             yield
 
+    @contextmanager
+    def under(self, draw: NoiseDraw) -> Iterator[None]:
+        """The transformers model under `draw`, before training, for measurements; afterwards there is no draw again."""
+        noise = self._attached()
+        noise.set(draw)
+        try:
+            with noise.active():
+                yield
+        finally:
+            noise.clear()
+            self._reported = None
+
     # ------------------------------------------------------------------ when, way 2: recognised by forward calls
 
     def _hook(self, method):
