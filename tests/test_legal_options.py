@@ -111,10 +111,8 @@ WARNED = [
     ({"generation_kwargs": {"num_beams": 2}}, "from another policy", "`generation_kwargs`"),
 ]
 REFUSED_ADAPTERS = [
-    ("nvfp4", {"init_lora_weights": "pissa"}, "needs its full-precision", "PiSSA"),
-    ("bf16", {"layer_replication": [(0, 2), (1, 2)]}, "layer_replication", "`layer_replication`"),
+    ("nvfp4", {"init_lora_weights": "pissa"}, "needs the base's full-precision", "PiSSA"),
     ("bf16", {"target_modules": ["q_proj", "lm_head"]}, "would never be trained", "LoRA on `lm_head`"),
-    ("bf16", {"lora_alpha": 0}, "would train nothing", "`lora_alpha=0`"),
 ]
 
 

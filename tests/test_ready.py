@@ -129,34 +129,21 @@ def test_what_pissa_made_of_the_base_is_not_made_again(make_adapter, tiny_tokeni
     assert policy.peft_config["default"].init_lora_weights == "pissa"
 
 
-def disabled(model):
-    model.disable_adapters()
-
-
-def together(model):
-    model.add_adapter(config_of(), adapter_name="second")
-    model.set_adapter(["default", "second"])
-
-
 @pytest.mark.parametrize(
-    ("lora", "change", "options", "words"),
+    ("lora", "options", "words"),
     [
-        ({}, disabled, {}, r"adapters \(default\) are disabled.*enable_adapters\(\).*delete_adapter"),
-        ({}, together, {}, r"adapters \(default, second\) are active together.*set_adapter"),
-        ({"use_dora": True}, None, {}, r"use_dora, which transformers does not load.*PeftModel\.from_pretrained"),
-        ({"modules_to_save": ["input_layernorm"]}, None, {}, "modules_to_save, which transformers does not load"),
-        ({"trainable_token_indices": [3]}, None, {}, "trainable_token_indices, which transformers does not load"),
-        ({}, None, {"base_format": "full"}, "base_format='full' trains every weight, but an adapter was passed too"),
-        ({}, None, {"peft_config": config_of()}, "You passed a `PeftModel` instance together with a `peft_config`"),
+        ({"use_dora": True}, {}, r"use_dora, which transformers does not load.*PeftModel\.from_pretrained"),
+        ({"modules_to_save": ["input_layernorm"]}, {}, "modules_to_save, which transformers does not load"),
+        ({"trainable_token_indices": [3]}, {}, "trainable_token_indices, which transformers does not load"),
+        ({}, {"base_format": "full"}, "base_format='full' trains every weight, but an adapter was passed too"),
+        ({}, {"peft_config": config_of()}, "You passed a `PeftModel` instance together with a `peft_config`"),
     ],
-    ids=["disabled", "together", "dora", "modules", "tokens", "full", "another"],
+    ids=["dora", "modules", "tokens", "full", "another"],
 )
 def test_an_adapter_of_transformers_that_cannot_be_trained_on_is_refused(
-    lora, change, options, words, make_adapter, tiny_tokenizer, tmp_path
+    lora, options, words, make_adapter, tiny_tokenizer, tmp_path
 ):
     model = loaded(make_adapter(**lora))
-    if change is not None:
-        change(model)
     with pytest.raises(ValueError, match=words):
         trainer_of(model, tmp_path, tiny_tokenizer, **options)
 

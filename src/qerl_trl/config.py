@@ -83,9 +83,6 @@ _RANGES_OF_AN_ENGINE = {
     "kv_cache_memory_bytes": _COUNT_OR_NONE,
     "gpu_memory_utilization": Range(0, whole=False, none=True, above=True),
 }
-_MAPPINGS = (
-    "vllm_engine_kwargs", "generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs",
-)  # fmt: skip
 
 
 def _field(default: Any, help: str) -> Any:
@@ -246,45 +243,31 @@ class QeRLArguments(OnlineConfig):
             setattr(self, _NEWER_NAME, self.gradient_checkpointing)
         _check_ranges(vars(self), _COUNTS)  # TRL divides by them
         updates = self.updates_per_rollout
-        if updates is not None and self.generation_batch_size is None:
-            self._cut_batches(updates)
+        if updates is not None and self.generation_batch_size is None and self.steps_per_generation is None:
+            self.steps_per_generation = updates * self.gradient_accumulation_steps
         self.ddp_timeout = patience(self.ddp_timeout, self.rollout_timeout, self.reward_timeout)
         try:
             super().__post_init__()
-        except json.JSONDecodeError as error:
-            given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
-            raise ValueError(f"{' or '.join(given)} is not JSON: {error}. Pass names and values in JSON.") from error
         except ValueError as error:
-            if "bf16/gpu" in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
-                cause = "PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
-                raise ValueError(f"{error} {cause}") from error
-            raise
+            cause = ""
+            if isinstance(error, json.JSONDecodeError):  # which names no field
+                given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
+                cause = f". {' or '.join(given)} is not JSON. Pass names and values in JSON."
+            elif "bf16/gpu" in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
+                cause = " PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
+            raise ValueError(f"{error}{cause}") from error
         if updates is not None:
             self._cut_rollout(updates)
         secrets.check_places(vars(self))
         self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
-        for name in _MAPPINGS:
-            if not isinstance(value := vars(self).get(name) or {}, dict):
-                raise ValueError(f"{name}={value!r} is not a mapping. Pass names and values.")
         _check_ranges(vars(self), _RANGES)
         _check_ranges(self.vllm_engine_kwargs or {}, _RANGES_OF_AN_ENGINE, "vllm_engine_kwargs: ")  # type: ignore[arg-type]  # a mapping by now
         for name, choices in _CHOICES.items():
             if (value := vars(self)[name]) not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-        if self.aqn:
+        if self.aqn:  # what no schedule can follow, before the model is loaded
             bounds = self.aqn_sigma_start, self.aqn_sigma_end
-            try:  # what no schedule can follow, before the model is loaded
-                make_schedule(self.aqn_schedule, *bounds, self.aqn_num_stages, self.aqn_entropy_target)
-            except ValueError as error:
-                raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
-        mode = vars(self).get(
-            "vllm_importance_sampling_mode", ""
-        )  # TRL checks it with vLLM only; RLOO has no such field
-        if self.aqn and vars(self).get("loss_type") == "vespo" and mode.startswith("sequence"):
-            raise ValueError(
-                f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
-                "'token_truncate' (the default) or 'token_mask'."
-            )
+            make_schedule(self.aqn_schedule, *bounds, self.aqn_num_stages, self.aqn_entropy_target)
         check_options(self)
         if self.use_transformers_continuous_batching:
             logger.warning(
@@ -305,16 +288,6 @@ class QeRLArguments(OnlineConfig):
         # with these transformers leaves the model on the CPU until train() or evaluate(), and an engine starts before
         cast = self.bf16_full_eval or self.fp16_full_eval
         return True if cast and fsdp_version(self) is None and self.deepspeed_plugin is None else None
-
-    def _cut_batches(self, updates: int) -> None:
-        """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""
-        accumulated = self.gradient_accumulation_steps
-        if self.steps_per_generation not in (None, updates * accumulated):
-            said = f"steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps={accumulated}"
-            raise ValueError(
-                f"updates_per_rollout={updates} and {said} say different things. Leave steps_per_generation out."
-            )
-        self.steps_per_generation = updates * accumulated
 
     def _cut_rollout(self, updates: int) -> None:
         """`gradient_accumulation_steps` such that a rollout of `generation_batch_size` completions has `updates_per_rollout` steps."""

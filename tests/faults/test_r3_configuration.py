@@ -75,19 +75,10 @@ def test_an_adapter_that_matches_no_layer_is_refused(make_trainer):  # noqa: F81
 
 @fault("R3.bad_rank")
 @pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (lambda: {"rank_pattern": {"q_proj": 0}}, ("q_proj=0", "an integer of at least 1")),
-        (lambda: {"r": 4.5}, ("r=4.5", "an integer of at least 1")),
-        (lambda: {"lora_alpha": 0}, ("lora_alpha=0", "positive number")),
-        (lambda: {"lora_alpha": float("nan")}, ("lora_alpha=nan", "positive number")),
-    ],
-    ids=["rank of a layer", "fraction", "alpha 0", "alpha NaN"],
-)
-def test_a_rank_or_alpha_that_trains_nothing_is_refused(make_trainer, base_format, options, words):  # noqa: F811
-    with told(ValueError, *words):
-        make_trainer(base_format=base_format, peft_config=lora(**options()))
+@pytest.mark.parametrize("options", [{"r": 0}, {"rank_pattern": {"q_proj": 0}}], ids=["all", "of a layer"])
+def test_a_rank_that_trains_nothing_is_refused_by_peft(make_trainer, base_format, options):  # noqa: F811
+    with told(ValueError, "value passed is 0", "should be a positive integer"):
+        make_trainer(base_format=base_format, peft_config=lora(**options))
 
 
 @pytest.mark.vllm
@@ -123,10 +114,10 @@ def test_a_model_without_a_norm_for_the_noise_is_refused(make_trainer, tmp_path)
     ("options", "words"),
     [
         ({"aqn_schedule": "quadratic"}, ("'quadratic'", "'exponential'")),
-        ({"aqn_num_stages": 1}, ("num_stages=1", "an integer >= 2")),
-        ({"aqn_sigma_start": -1.0}, ("aqn_sigma_start=-1.0", "a number >= 0")),
+        ({"aqn_num_stages": 1}, ("num_stages=1", "an integer >= 2 of stages")),
+        ({"aqn_sigma_start": -1.0}, ("sigma_start=-1.0", "finite sigmas >= 0")),
         ({"aqn_sigma_end": 0.0}, ("sigma_end=0", "Pass a small positive sigma_end")),
-        ({"aqn_schedule": "entropy_target"}, ("entropy_target", "aqn_entropy_target", "nats per token")),
+        ({"aqn_schedule": "entropy_target"}, ("entropy_target=None", "nats per token")),
         ({"aqn_entropy_target": 1.0}, ("entropy_target=1.0", "schedule='entropy_target'")),
     ],
 )

@@ -269,9 +269,9 @@ def test_a_base_that_drifts_while_it_is_trained_on_is_not_saved_as_the_runs(tiny
         "The frozen base has other weights",
         "merge and unmerge",
         "save_adapter",
-    ) as caught:
+        "resume from the last checkpoint",
+    ):
         trainer.train()
-    assert "resume from the last checkpoint" in caught.value.__notes__[0]
     with told(RuntimeError, "The frozen base has other weights", "save_adapter"):
         trainer.save_model()
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1"]

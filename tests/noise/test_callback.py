@@ -409,8 +409,6 @@ def test_noisy_shows_the_latest_draw(trainer_for):
         with torch.no_grad():
             expected = reference(NoiseDraw(sigma, 1, step, 0))(torch.tensor([[3, 4, 5]])).logits
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(RuntimeError, match="no draw"), callback.noisy():
-        pass
 
 
 def test_from_args_takes_every_field():
@@ -495,8 +493,8 @@ def test_entropy_target_follows_the_logged_entropy(trainer_for):
 
 
 def test_entropy_target_in_the_rollout_alone_is_refused_where_the_sampling_policy_is_not_logged(trainer_for):
-    with pytest.raises(ValueError, match="scope='policy', QeRLGRPOTrainer"):
-        trainer_for(AQNCallback("entropy_target", entropy_target=4.0))
+    with pytest.raises(RuntimeError, match=r"'rollout/entropy', which this run does not log.*aqn_scope='policy'"):
+        trainer_for(AQNCallback("entropy_target", entropy_target=4.0)).train()
 
 
 @contextlib.contextmanager
@@ -596,16 +594,9 @@ def test_a_trainer_that_never_generates_is_an_error(tmp_path):
         trainer.train()
 
 
-def test_a_model_that_cannot_generate_is_refused():
-    with pytest.raises(ValueError, match="Linear contains no transformers model that can generate"):
-        AQNCallback().attach(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
     ("options", "value"),
     [
-        ({"schedule": "quadratic"}, "'quadratic'"),
-        ({"schedule": 3}, "schedule=3"),
         ({"scope": "train"}, "scope='train'"),
         ({"sigma_start": -1.0}, "-1.0"),
         ({"schedule": "entropy_target"}, "entropy_target=None"),

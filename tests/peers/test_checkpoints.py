@@ -145,7 +145,7 @@ FAULTS = {
     "another algorithm": (lambda s, q, n: q["quantized_layers"][n].update(quant_algo="W4A8_AWQ"), "W4A8_AWQ"),
     "no NVFP4 layer": (
         lambda s, q, n: q.update(quantized_layers={n: {"quant_algo": "FP8"}}),
-        "none of its 1 quantized_layers is NVFP4",
+        "no nn.Linear of .* is left to quantize",
     ),
     "no scale": (lambda s, q, n: s.pop(f"{n}.weight_scale"), r"q_proj.weight_scale' is missing"),
     "a scale per row": (

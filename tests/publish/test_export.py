@@ -565,12 +565,6 @@ def test_memory_that_nobody_ties_again_is_not_left_out(tiny_model_dir, tmp_path)
         export.save_merged(model, tmp_path / "merged")
 
 
-@pytest.mark.parametrize("lora", [{"layer_replication": [(0, 2), (1, 2)]}], ids=str)
-def test_an_adapter_that_makes_layers_of_its_own_is_refused(tiny_model_dir, lora):
-    with pytest.raises(ValueError, match="Leave it out"):
-        register_nvfp4_lora(LoraConfig(r=4, target_modules=["q_proj"], **lora))
-
-
 def test_a_bias_that_no_layer_can_take_is_said_when_it_is_planned(tiny_model_dir):
     policy = make_policy(tiny_model_dir("qwen2"), target_modules=["o_proj"], lora_bias=True)
     with pytest.raises(ValueError, match=r"has a bias \(lora_bias=True\), and the layer has none"):

@@ -178,7 +178,6 @@ def test_turns_of_several_processes_with_one_engine_are_refused(name, option, mo
         ({"tensor_parallel_size": 2}, "set vllm_tensor_parallel_size"),
         ({"load_format": "auto"}, "load_format='auto'.*leave it out"),
         ({"speculative_config": {"method": "draft_model", "model": "x"}}, "into the draft"),
-        ({"cpu_offload_gb": 8}, "share_weights=False"),
     ],
     ids=str,
 )
@@ -193,4 +192,4 @@ def test_an_engine_may_be_told_anything_else():
         vllm_engine_kwargs={"speculative_config": {"method": "ngram"}, "enforce_eager": True, "kv_cache_dtype": "fp8"}
     )
     config(vllm_engine_kwargs={"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 3}})
-    config(vllm_engine_kwargs={"cpu_offload_gb": 8}, share_weights=False)
+    config(vllm_engine_kwargs={"cpu_offload_gb": 8})

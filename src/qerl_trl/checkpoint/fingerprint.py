@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from ..support import secrets
 from ..support.files import commit_of
-from ..support.names import canonical_name
+from ..support.names import canonical_name, is_part
 
 #: 64-bit words at a time; a few times their 8 bytes are needed meanwhile
 _CHUNK = 2**21
@@ -43,7 +43,7 @@ _NOT_OF_A_FORWARD = re.compile(
 )
 
 
-MERGED = "The adapter is merged into the model already. Call unmerge_adapter() first, then export."
+MERGED = "The adapter is merged into the model already. Call unmerge_adapter() first, then save or export."
 #: of a base on a CPU, of which 100 MB are read per second
 _SLOW_BYTES = 1 << 28
 
@@ -64,7 +64,7 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
         device: that computes it, tensor by tensor; each tensor's own by default.
     """
     named = list(_tensors(model))
-    if any(tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for _, tensor in named):
+    if any(tensor.is_meta or is_part(tensor) for _, tensor in named):
         return None
     return sha256_of(row_of(name, tensor if device is None else tensor.to(device)) for name, tensor in named)
 
@@ -85,25 +85,10 @@ def sha256_of(rows: Iterable[FingerprintRow]) -> str:
 
 
 def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
-    """[`base_sha256`], the same in all processes. Collective.
-
-    Args:
-        each: whether every process trains on what it has loaded itself. With FSDP all get the main process's weights.
-
-    Raises:
-        `ValueError`: it is not the same.
-    """
+    """[`base_sha256`], on this process's device. With FSDP (not `each`) that of the main process, whose weights all get; then it is collective."""
     state = PartialState()
     found = base_sha256(model, state.device) if each or state.is_main_process else None
-    if state.num_processes == 1:
-        return found
-    every = gather_object([(found, str(getattr(model.config, "_name_or_path", "")))])
-    if each and len({sha256 for sha256, _ in every}) > 1:
-        loaded = ", ".join(f"{name} ({str(sha256)[:12]})" for sha256, name in every)
-        raise ValueError(
-            f"The processes have not loaded the same base: {loaded}. Bring all machines to the same copy, or put it where all of them see it."
-        )
-    return every[0][0]
+    return found if each or state.num_processes == 1 else gather_object([found])[0]
 
 
 def base_revision(model: nn.Module) -> str | None:
@@ -157,7 +142,7 @@ def base_config(model: nn.Module) -> dict[str, Any]:
 
 def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:
     """In the configurations inside it too."""
-    default = {} if getattr(config, "has_no_defaults_at_init", False) else _as_json(type(config)())
+    default = {} if config.has_no_defaults_at_init else _as_json(type(config)())
     found: dict[str, Any] = {}
     for name, value in _as_json(config).items():
         inner = getattr(config, name, None)
@@ -243,10 +228,11 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def check_base(model: nn.Module, began_with: str | None) -> None:
+def check_base(model: nn.Module, began_with: str | None, in_the_middle: bool = False) -> None:
     """
     Args:
         began_with: fingerprint of the base when the run began, `None` where it is unknown.
+        in_the_middle: a checkpoint: the fingerprint of a large base on a CPU is left to the end.
 
     Raises:
         `RuntimeError`: the adapter is merged, or a frozen weight changed.
@@ -255,31 +241,11 @@ def check_base(model: nn.Module, began_with: str | None) -> None:
 
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
         raise RuntimeError(MERGED)
-    now = None if began_with is None else base_sha256(model)
-    if now not in (None, began_with):
-        raise RuntimeError(
-            f"The frozen base has other weights ({str(now)[:12]}) than when the run began ({str(began_with)[:12]}), as after a merge and unmerge. "
-            "Save the adapter (save_adapter), and merge from its folder."
-        )
-
-
-def check(trainer: Any, in_the_middle: bool = False) -> None:
-    """Check the base of a trainer that saves, unless it is sharded.
-
-    Args:
-        in_the_middle: a checkpoint: the fingerprint of a large base on a CPU is left to the end.
-
-    Raises:
-        `RuntimeError`: as [`check_base`].
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not is_peft_model(model) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    slow = next(model.parameters()).device.type == "cpu" and sum(p.nbytes for p in model.parameters()) > _SLOW_BYTES
+    if began_with is None or not is_peft_model(model) or (in_the_middle and slow):
         return
-    slow = model.device.type == "cpu" and sum(p.nbytes for p in model.parameters()) > _SLOW_BYTES
-    try:
-        check_base(model, None if in_the_middle and slow else trainer.base_sha256)
-    except RuntimeError as error:
-        error.add_note(
-            f"Step {trainer.state.global_step} was not saved. Take the merge out of the training, and resume from the last checkpoint."
+    if (now := base_sha256(model)) not in (None, began_with):
+        raise RuntimeError(
+            f"The frozen base has other weights ({str(now)[:12]}) than when the run began ({began_with[:12]}), as after a merge and unmerge. "
+            "Call save_adapter and merge from its folder, or resume from the last checkpoint."
         )
-        raise

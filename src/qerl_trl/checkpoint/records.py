@@ -37,6 +37,8 @@ MERGED_KINDS = (*FORMS["bf16"], *FORMS["nvfp4"])
 
 
 class LoraSettings(TypedDict, total=False):
+    """Of an adapter."""
+
     r: int
     alpha: int
     targets: list[str] | str  # names, or one regular expression
@@ -119,6 +121,8 @@ class Measured(TypedDict):
 
 
 class ExportBase(TypedDict):
+    """The keys of an [`Export`] that are never absent."""
+
     kind: Kind
     settings: RunSettings
     exported_with: dict[str, str]
@@ -184,6 +188,8 @@ class Quantization(TypedDict):
 
 
 class Accuracy(TypedDict):
+    """Share of problems that were solved."""
+
     accuracy: float
     interval95: list[float]
     correct: int
@@ -191,6 +197,8 @@ class Accuracy(TypedDict):
 
 
 class Difference(TypedDict):
+    """Accuracy after a training minus before, on the same problems."""
+
     value: float
     interval95: list[float]
 

@@ -5,6 +5,7 @@ warn), and a card shows them.
 """
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import inspect
@@ -13,7 +14,6 @@ import logging
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from accelerate.utils import is_peft_model
@@ -67,26 +67,26 @@ def may_differ(name: str) -> bool:
     return name in _MAY_DIFFER or _INCIDENTAL.fullmatch(name) is not None
 
 
-def _acting(trainer: OnlineTrainer) -> SimpleNamespace:
-    """`trainer.args` with the values that act: TRL copies most of them when it is built, and does not read them again (#46)."""
-    given, own = vars(trainer.args), vars(trainer)
+def _acting(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with the values that act: TRL copies most of them to its own attributes when it is built, and reads those (#46)."""
     plain = {
         n: own[n] for n in given if isinstance(own.get(n, ...), bool | int | float | str | None) and n != "use_vllm"
     }
     low, high = own.get("epsilon_low"), own.get("epsilon_high")
     epsilon = {} if low is None else {"epsilon": low, "epsilon_high": None if high == low else high}
-    return SimpleNamespace(**(given | plain | {n: v for n, v in epsilon.items() if n in given}))
+    return given | plain | {n: v for n, v in epsilon.items() if n in given}
 
 
 def run_settings(trainer: OnlineTrainer) -> RunSettings:
     """What must agree for a resumed run to continue the same trajectory, and what a reader of its results wants to know."""
     settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
-    args, acts = trainer.args, _acting(trainer)
+    args = trainer.args
+    acts = _acting(vars(args), vars(trainer)) | {"world_size": args.world_size}
     for name in RecordedArguments.__annotations__:
-        if (value := getattr(acts, name, getattr(args, name, None))) is not None:
+        if (value := acts.get(name)) is not None:
             settings[name] = value  # type: ignore[literal-required]  # the names above are keys of RunSettings
     model = trainer.accelerator.unwrap_model(trainer.model)
-    settings["model"] = getattr(model.config, "_name_or_path", "")
+    settings["model"] = model.config.name_or_path
     if (revision := fingerprint.base_revision(model)) is not None:
         settings["base_revision"] = revision
     if trainer.base_sha256 is not None:
@@ -94,8 +94,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     settings["base_config"] = fingerprint.base_config(model)
     settings |= cast(RunSettings, recorded_tokenizer(trainer.processing_class))
     text = text_tokenizer(trainer.processing_class)
-    ends = getattr(trainer, "eos_token_ids", None)
-    settings["special_tokens"] = {"eos": list(ends or [text.eos_token_id]), "pad": text.pad_token_id}
+    settings["special_tokens"] = {"eos": list(trainer.eos_token_ids or [text.eos_token_id]), "pad": text.pad_token_id}
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
     if is_peft_model(model):
         settings["lora"] = lora_settings(model.peft_config[model.active_adapter])
@@ -132,15 +131,15 @@ def lora_settings(lora: LoraConfig) -> LoraSettings:
 
 def _lora_options(lora: LoraConfig) -> dict[str, Any]:
     known = "r lora_alpha target_modules peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version"
-    return _not_defaults(lora, {f.name: f for f in dataclasses.fields(lora) if f.name not in known.split()})
+    return _not_defaults(vars(lora), {f.name: f for f in dataclasses.fields(lora) if f.name not in known.split()})
 
 
-def _not_defaults(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
+def _not_defaults(values: Mapping[str, Any], fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
     """The fields' values, as JSON, where they are set to something else than their default."""
     found = {}
     for name, field in fields.items():
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        value = getattr(values, name, default)
+        value = values.get(name, default)
         if value is not None and value != default and not (value == [] and default in (None, "")):
             found[name] = json.loads(json.dumps(value, default=_as_json))
     return found
@@ -152,7 +151,7 @@ def _as_json(value: Any) -> Any:
         return sorted(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    return getattr(value, "value", type(value).__name__)
+    return value.value if isinstance(value, enum.Enum) else type(value).__name__
 
 
 def dataset_sha256(dataset: Any) -> str | None:
@@ -257,8 +256,8 @@ def digests(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 def source_sha256(function: Any) -> str | None:
     """Digest of `inspect.getsource`, of an object that is called of its class; `None` for a model and where there is no source."""
-    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
-        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    while isinstance(function := inspect.unwrap(function), functools.partial):
+        function = function.func
     if isinstance(function, nn.Module):
         return None
     is_written = inspect.isroutine(function) or inspect.isclass(function)
@@ -280,7 +279,7 @@ def text_tokenizer(processing_class: Any) -> Any:
 def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
     """What a run and an export record of their tokenizer."""
     tokenizer = text_tokenizer(processing_class)
-    template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    template = processing_class.chat_template or tokenizer.chat_template
     # a special token that is set by hand becomes an added one only when it is saved and loaded
     named = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
     special = sorted(set(map(str, tokenizer.all_special_tokens)))

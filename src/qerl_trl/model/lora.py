@@ -12,7 +12,6 @@ the last place of bf16 (2^-9) and would never land.
 
 import copy
 import logging
-import math
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -92,11 +91,6 @@ def settle_model_config(model_config: Any, said: Collection[str], base_format: s
     model_config.model_name_or_path = os.path.expanduser(model_config.model_name_or_path or "") or None
     if base_format == "full":
         return
-    if model_config.lora_r is None or model_config.lora_r < 1:
-        raise ValueError(
-            f"lora_r={model_config.lora_r} is no rank of an adapter. Pass an integer >= 1, such as "
-            f"{default_lora_config().r}."
-        )
     if "dtype" not in said:
         model_config.dtype = "bfloat16"
     if "use_peft" in said or not any(name.startswith(("lora_", "use_rslora", "use_dora")) for name in said):
@@ -134,32 +128,18 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
 
 
 def check_is_lora(config: PeftConfig) -> LoraConfig:
-    """Return `config`; refuse methods other than LoRA, a rank or alpha that trains nothing, an adapter on the head."""
+    """Return `config`; refuse methods other than LoRA, and an adapter on the head."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear "
-            "layers; prompt-learning and other methods would train something that the rollout never sees. Pass a "
-            "LoraConfig."
+            f"peft_config is a {type(config).__name__}. Rollout, export and noise are built for LoRA on linear layers; "
+            "what other methods train, the rollout never sees. Pass a LoraConfig."
         )
-    if config.layer_replication:
-        raise ValueError(
-            f"LoraConfig(layer_replication={config.layer_replication}) adds layers that neither the rollout's engine "
-            "nor an export has. Leave it out."
-        )
-    for where, rank in (("r", config.r), *(config.rank_pattern or {}).items()):
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ValueError(
-                f"The adapter's rank is {where}={rank!r}. Pass an integer of at least 1; 16 to 64 is usual."
-            )
-    for where, alpha in (("lora_alpha", config.lora_alpha), *(config.alpha_pattern or {}).items()):
-        if not math.isfinite(alpha) or alpha == 0:
-            raise ValueError(f"{where}={alpha!r} would train nothing. Pass a positive number; twice the rank is usual.")
     targets = config.target_modules
     targets = [targets] if isinstance(targets, str) else list(targets or [])
     if any(target.split(".")[-1] == "lm_head" for target in targets):
         raise ValueError(
-            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so "
-            'an adapter there would never be trained. Remove it, or use target_modules="all-linear", without it.'
+            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight, so an adapter "
+            'there would never be trained. Remove it, or use target_modules="all-linear".'
         )
     return config
 
@@ -174,16 +154,10 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
     """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer."""
     config = check_is_lora(config)
     init = config.init_lora_weights
-    if init not in _PLAIN_INITS:
+    if init not in _PLAIN_INITS or config.target_parameters:
         raise ValueError(
-            f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or "
-            "needs its full-precision values. Here the base stays as it was packed, in 4 bits. Use one of "
-            f"{_PLAIN_INITS}."
-        )
-    if config.target_parameters:
-        raise ValueError(
-            f"target_parameters={config.target_parameters} puts adapters on bare parameters, and packed weights are "
-            "not the parameters they stand for. Name the linear modules in target_modules instead."
+            f"init_lora_weights={init!r} or target_parameters={config.target_parameters} needs the base's full-precision "
+            f"weights, and these are packed. Name linear modules in target_modules, and start with one of {_PLAIN_INITS}."
         )
     config = copy.copy(config)
     config._register_custom_module({NVFP4Linear: NVFP4LoraLinear})
@@ -226,7 +200,7 @@ def load_adapter(
     if folder is not None:
         require_whole(folder, loaded, adapter_name)
     if is_trainable and folder is not None:  # compared above, or allowed; what is trained on is what will be written
-        trained, name = loaded.peft_config[adapter_name], getattr(loaded.config, "_name_or_path", "")
+        trained, name = loaded.peft_config[adapter_name], loaded.config.name_or_path
         if name and name != trained.base_model_name_or_path:
             trained.base_model_name_or_path, trained.revision = name, None
     return loaded
@@ -282,10 +256,9 @@ def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
         return
     if (now := base_sha256(model)) not in (None, then):
         raise ValueError(
-            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} (fingerprint "
-            f"{then[:12]}, this model's {now[:12]}): it has the same shapes, or was loaded in a dtype that rounds it "
-            f"otherwise than the run's, {settings.get('dtype', 'unknown')}. Load the run's own base, or take this one "
-            "all the same: allow_other_base=True."
+            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} in "
+            f"{settings.get('dtype', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}). Load the run's own "
+            "base, or take this one all the same: allow_other_base=True."
         )
 
 
@@ -294,45 +267,22 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def check_adapter(model: nn.Module) -> None:
-    """Refuse an adapter that cannot train, and warn about what would train badly."""
-    for config in getattr(model, "peft_config", {}).values():
+def check_adapter(model: PeftModel) -> None:
+    """Refuse an adapter that cannot train, or on embeddings tied to the head; warn about what would train badly."""
+    for config in model.peft_config.values():
         check_is_lora(config)
-    layers = adapted_layers(model)
-    if not layers:
-        linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+    if not any("lora_" in name and p.requires_grad for name, p in model.named_parameters()):
         raise ValueError(
-            "The adapter matched no layer, so nothing would be trained. Check target_modules; the model's linear "
-            f"layers are called {', '.join(linears)}."
+            f"The model has {len(adapted_layers(model))} LoRA layers and none of their parameters requires a gradient. "
+            "Check target_modules, and pass is_trainable=True where the adapter is loaded."
         )
-    _check_embeddings(model)
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not any("lora_" in name for name in trainable):
-        raise ValueError(
-            f"The model carries {len(layers)} LoRA layers but none of their parameters requires a gradient. If the "
-            "adapter was loaded with PeftModel.from_pretrained, pass is_trainable=True."
-        )
-    for name, parameter in trainable.items():
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"{name} holds packed {parameter.dtype} weights and was made trainable (modules_to_save?). Quantized "
-                "layers train through LoRA only: take it out of modules_to_save, or keep the layer in bf16 with "
-                "modules_to_not_convert."
-            )
-    warn_of_low_precision(model)
-
-
-def _check_embeddings(model: nn.Module) -> None:
-    """Refuse an adapter on embeddings that are tied to the output head."""
-    if not isinstance(model, PeftModel):
-        return
     base: Any = model.get_base_model()
     if isinstance(base.get_input_embeddings(), LoraLayer) and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
-            "The adapter's targets match the embeddings, and this model's output head is tied to them: the adapter "
-            "would act at the input only, and a merge would change the head too. Leave the embeddings out of "
-            "target_modules."
+            "The adapter's targets match the embeddings, and the output head is tied to them: the adapter would act at "
+            "the input only, a merge on both. Leave the embeddings out of target_modules."
         )
+    warn_of_low_precision(model)
 
 
 def warn_of_low_precision(model: nn.Module) -> None:

@@ -33,8 +33,8 @@ from transformers.utils import logging
 
 from ..support.names import unwrap
 from .hooks import NoiseDraw, NormNoise
-from .norms import check_reference, find_noisy_norms
-from .schedules import SCHEDULES, EntropyTargetSchedule, NoiseSchedule, make_schedule
+from .norms import find_noisy_norms
+from .schedules import EntropyTargetSchedule, NoiseSchedule, make_schedule
 
 logger = logging.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class AQNCallback(TrainerCallback):
     after `callback.log_first(trainer)`.
 
     Args:
-        schedule: a name of `SCHEDULES` or a `NoiseSchedule`; the four following arguments belong to a name.
+        schedule: a name of `schedules.SCHEDULES` or a `NoiseSchedule`; the four following arguments belong to a name.
         sigma_start: standard deviation in the first noisy stage.
         sigma_end: standard deviation in the last stage.
         num_stages: stages of the run; stage 0 has no noise.
@@ -76,14 +76,13 @@ class AQNCallback(TrainerCallback):
     Attributes:
         explicit: True when a trainer brackets its rollouts with `generation()` (`from_args` sets it); recognition by forward calls is
             then off, and `use_vllm` acceptable.
-        penalized: True where the policy is held to a reference (beta > 0).
         engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
         draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
         last_draw: that of the latest generation in training, ended or not; None before the first.
 
     Raises:
-        ValueError: impossible schedule or scope; a trainer whose rollouts (vLLM) or log it cannot reach; a model without a norm to put
-            noise on; a second AQNCallback.
+        ValueError: impossible schedule or scope; a trainer that rolls out with vLLM; a model without a norm to put noise on; a second
+            AQNCallback.
         RuntimeError: a rollout or a training step went by without noise; the entropy to steer by is not in the log.
     """
 
@@ -101,14 +100,12 @@ class AQNCallback(TrainerCallback):
     ) -> None:
         if isinstance(schedule, str):
             schedule = make_schedule(schedule, sigma_start, sigma_end, num_stages, entropy_target)
-        elif not isinstance(schedule, NoiseSchedule):
-            raise ValueError(f"schedule={schedule!r} is neither a name ({', '.join(SCHEDULES)}) nor a NoiseSchedule.")
         if scope not in SCOPES:
             raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}.")
         if isinstance(schedule, EntropyTargetSchedule) and scope == "policy":
             schedule = dataclasses.replace(schedule, metric="entropy")  # the trainer's own policy is the noisy one
         self.schedule, self.scope, self.seed = schedule, scope, seed
-        self.explicit = self.engine = self.penalized = False
+        self.explicit = self.engine = False
         self.draw: NoiseDraw | None = None
         self.last_draw: NoiseDraw | None = None
         self._seed = 0
@@ -131,23 +128,16 @@ class AQNCallback(TrainerCallback):
         """The callback that a [`QeRLConfig`] asks for, for a trainer that brackets its rollouts with `generation()`."""
         names = ("schedule", "sigma_start", "sigma_end", "num_stages", "entropy_target", "scope", "seed")
         callback = cls(**{name: vars(args)[f"aqn_{name}"] for name in names})
-        callback.explicit, callback.engine, callback.penalized = True, args.use_vllm, bool(getattr(args, "beta", 0))
+        callback.explicit, callback.engine = True, args.use_vllm
         return callback
 
     def attach(self, model: nn.Module, seed: int = 0) -> None:
         """Find the norms of `model` and hook them: at the start of training, or earlier. The search is not repeated for the same model."""
-        candidates = (module for module in unwrap(model).modules() if isinstance(module, PreTrainedModel))
-        policy = next((module for module in candidates if module.can_generate()), None)
-        if policy is None:
-            raise ValueError(
-                f"{type(model).__name__} contains no transformers model that can generate. Pass a causal language model, bare or in PEFT."
-            )
+        policy = next(m for m in unwrap(model).modules() if isinstance(m, PreTrainedModel) and m.can_generate())
         norms = self._given_norms
         if norms is None:
             known = self._noise if policy is self._sampling_model else None
             norms = known.norms if known is not None else find_noisy_norms(model)
-        if self.scope == "policy" and self.penalized:
-            check_reference(model, norms)
         self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
         self._noise = NormNoise(norms)
         self._sampling_model = policy
@@ -220,9 +210,8 @@ class AQNCallback(TrainerCallback):
             if not (self._attached().landed if noisy else self._ran or not self.schedule.ever_noisy):
                 drawn = f"Noise of sigma {self.draw.sigma:g} was drawn" if noisy else "Noise is to come"
                 raise RuntimeError(
-                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or engine generated (a "
-                    "rollout_func that asks a server?). Sample from trainer.model in it, train without noise (aqn=False), or set "
-                    "callback.engine = True and hand callback.draw to that engine."
+                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or engine generated. Sample from "
+                    "trainer.model (in rollout_func), pass aqn=False, or set callback.engine = True and hand callback.draw to that engine."
                 )
         finally:
             self.draw = None
@@ -230,9 +219,7 @@ class AQNCallback(TrainerCallback):
     @contextmanager
     def noisy(self) -> Iterator[None]:
         """The transformers model under the latest draw, in training or evaluation mode: for measurements."""
-        if self._noise is None or self.last_draw is None:
-            raise RuntimeError("There is no draw to look at yet. Call noisy() during training, after a generation.")
-        with self._noise.active():
+        with self._attached().active():
             yield
 
     @contextmanager
@@ -317,7 +304,6 @@ class AQNCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._check_reach(args)
         self._state = state
-        self.penalized = bool(getattr(args, "beta", 0))
         self.attach(model, seed=args.seed)
         logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
 
@@ -333,8 +319,8 @@ class AQNCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.last_draw is None:
             raise RuntimeError(
-                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that samples from its model with "
-                "transformers (GRPOTrainer, RLOOTrainer); with another engine use QeRLGRPOTrainer."
+                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that samples with transformers' "
+                "generate() (GRPOTrainer, RLOOTrainer); otherwise use QeRLGRPOTrainer."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -345,7 +331,7 @@ class AQNCallback(TrainerCallback):
         if metric and metric not in logs and not any(metric in entry for entry in state.log_history):
             raise RuntimeError(
                 f"schedule='entropy_target' steers by {metric!r}, which this run does not log: sigma would stay at {self.sigma:g}. Use "
-                "aqn_scope='policy', in which the trainer's own entropy is that of the noisy policy, or another schedule."
+                "aqn_scope='policy', where the trainer logs the noisy policy's entropy, or another schedule."
             )
         draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
         if "aqn/sigma" in logs:  # the trainer logs it
@@ -369,23 +355,11 @@ class AQNCallback(TrainerCallback):
         callbacks.insert(0, self)
 
     def _check_reach(self, args) -> None:
-        if hasattr(args, "aqn_scope") and not self.explicit:
+        batching = getattr(args, "use_transformers_continuous_batching", False)
+        if batching or (getattr(args, "use_vllm", False) and not self.explicit):
             raise ValueError(
-                f"AQNCallback was added to a trainer that has noise of its own (aqn={args.aqn}). Leave it out, and set the aqn_ arguments."
-            )
-        if getattr(args, "use_transformers_continuous_batching", False):
-            raise ValueError(
-                "AQNCallback with use_transformers_continuous_batching=True cannot work: its rollouts bypass generate(). Leave one of them out."
-            )
-        if isinstance(self.schedule, EntropyTargetSchedule) and self.scope == "rollout" and not self.explicit:
-            raise ValueError(
-                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not log. Use "
-                "scope='policy', QeRLGRPOTrainer (or QeRLRLOOTrainer), or another schedule."
-            )
-        if getattr(args, "use_vllm", False) and not self.explicit:
-            raise ValueError(
-                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine. Use QeRLGRPOTrainer (or "
-                "QeRLRLOOTrainer) with aqn=True, which carries the noise into vLLM, or use_vllm=False."
+                f"AQNCallback acts on rollouts by generate() alone, and {'use_transformers_continuous_batching' if batching else 'use_vllm'}=True "
+                "bypasses it. Leave that out, or use QeRLGRPOTrainer (QeRLRLOOTrainer) with use_vllm=True, which carries the noise into vLLM."
             )
         if self.scope == "rollout" and not self.explicit:
             logger.warning_once(

@@ -42,9 +42,8 @@ class NoiseDraw(NamedTuple):
         if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
             return
         raise RuntimeError(
-            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and what lies on the engine's norms is {effective:.4g}: noise of "
-            "an earlier rollout was left on or adds up, or the engine rounds its norms. Restart the engine and resume from the last checkpoint; "
-            "aqn=False trains without noise."
+            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and the engine's norms have {effective:.4g}: earlier noise was left "
+            "on or adds up, or norms are rounded. Restart the engine and resume from the last checkpoint, or pass aqn=False."
         )
 
 
@@ -60,12 +59,10 @@ class NormNoise:
         norms: {canonical name: module}, from `find_noisy_norms`.
 
     Raises:
-        ValueError: `norms` is empty, or one of them already has the hooks of another NormNoise.
+        ValueError: a norm already has the hooks of another NormNoise.
     """
 
     def __init__(self, norms: Mapping[str, nn.Module]) -> None:
-        if not norms:
-            raise ValueError("There is no norm to put noise on. Pass what find_noisy_norms(model) returns.")
         for name, module in norms.items():
             if module in _noisy_modules:
                 raise ValueError(
@@ -85,8 +82,6 @@ class NormNoise:
 
     def set(self, draw: NoiseDraw) -> None:
         """Take the noise of `draw` from now on. With sigma 0 the hooks do nothing at all."""
-        if not math.isfinite(draw.sigma) or draw.sigma < 0:
-            raise ValueError(f"sigma={draw.sigma} is not a standard deviation. Pass a finite number >= 0.")
         self.draw = draw
         self._noise, self._ready, self._landed = {}, {}, {}
         if self._depth or self._in_training:

@@ -41,16 +41,18 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
 
     Raises:
         ValueError: no norm of the model feeds a linear layer (OLMo-2, for example).
-        RuntimeError: the tiny forward failed.
     """
-    model = unwrap(model)
-    width = getattr(_text_config(model), "hidden_size", None)
-    norms = {name: module for name, module in model.named_modules() if _is_norm(module, width)}
-    fed = _trace(model, norms, inputs) if norms else set()
+    whole: Any = unwrap(model)
+    text = whole.config.get_text_config(decoder=True)
+    norms = {name: module for name, module in whole.named_modules() if _is_norm(module, text.hidden_size)}
+    if inputs is None:
+        tokens = torch.arange(1, 5, device=next(whole.get_input_embeddings().parameters()).device)
+        inputs = {"input_ids": tokens.remainder(text.vocab_size)[None], "use_cache": False}
+    fed = _trace(whole, norms, inputs)
     found = {canonical_name(name): module for name, module in norms.items() if name in fed}
     if not found:
         seen = sorted({type(module).__name__ for module in norms.values()}) or ["none"]
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = whole.get_base_model() if isinstance(whole, PeftModel) else whole
         raise ValueError(
             f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: {', '.join(seen)}), as "
             "in OLMo-2, where norms follow the linear layers. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm model."
@@ -58,40 +60,25 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
     return found
 
 
-def check_reference(model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
-    """Of a policy that is held to itself without its adapter, both under the noise of `norms`.
-
-    Raises:
-        ValueError: norms are trained themselves, so that the reference computes with those beside them, which carry no noise.
-    """
-    trained = {module for name, module in unwrap(model).named_modules() if ".modules_to_save." in name}
-    noisy = [name for name, module in norms.items() if module in trained]
-    if noisy:
-        raise ValueError(
-            f"aqn_scope='policy' with beta > 0 cannot work with trained norms (modules_to_save: {noisy[0]} and {len(noisy) - 1} more): the reference "
-            "policy would have no noise. Use aqn_scope='rollout', leave the norms out of modules_to_save, or set beta=0."
-        )
-
-
-def _is_norm(module: nn.Module, width: int | None) -> bool:
+def _is_norm(module: nn.Module, width: int) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or "norm" not in type(module).__name__.lower():
         return False
     # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
     shape = tuple(getattr(weight, "ds_shape", weight.shape))
-    return len(shape) == 1 and width in (None, shape[0])
+    return shape == (width,)
 
 
 def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, nn.Linear) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
+    if isinstance(module, nn.Linear) or hasattr(module, "in_features"):  # the second: quantized by others
         return True
     # fused experts are one 3-D parameter per projection and no nn.Linear
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
-def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None) -> set[str]:
+def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> set[str]:
     """Names of the norms that fed a linear layer in one forward."""
-    head = _embeddings(model, "get_output_embeddings")
+    head = model.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
     source: dict[int, str] = {}
     outputs: list[torch.Tensor] = []  # kept alive, so that a storage address stays one norm's for the whole trace
@@ -118,11 +105,7 @@ def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str
         for module in model.modules()
         if module not in head_modules and _is_linear(module)
     ]
-    embedding = _embeddings(model, "get_input_embeddings")
-    device = next((embedding if embedding is not None else model).parameters()).device
-    if inputs is None:
-        vocabulary = getattr(_text_config(model), "vocab_size", None) or 5
-        inputs = {"input_ids": torch.arange(1, 5, device=device).remainder(vocabulary)[None], "use_cache": False}
+    device = next(model.parameters()).device
     try:
         with (
             torch.no_grad(),
@@ -133,11 +116,6 @@ def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str
             torch.compiler.set_stance("force_eager"),
         ):
             model(**inputs)
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
-        raise RuntimeError(
-            f"One forward of {type(model).__name__} with {', '.join(inputs)}, to find the norms that carry the noise, failed: {error}. "
-            "Pass AQNCallback(norms=find_noisy_norms(model, inputs={...}))."
-        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -160,13 +138,3 @@ def _no_products(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             del vars(layer)["forward"]
-
-
-def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config(decoder=True)
-
-
-def _embeddings(model: nn.Module, method: str) -> nn.Module | None:
-    get = getattr(model, method, None)  # transformers' models have it, other modules need not
-    return None if get is None else get()

@@ -140,10 +140,9 @@ def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
 def delta_net_layers(config: "PretrainedConfig") -> tuple[int, ...]:
     """Which layers of the text decoder are gated delta nets, which carry a state in place of keys and values."""
     text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or ()
     if not hasattr(text, "linear_num_value_heads"):
         return ()
-    return tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention")
+    return tuple(index for index, kind in enumerate(text.layer_types) if kind == "linear_attention")
 
 
 def has_experts(config: "PretrainedConfig") -> bool:

@@ -16,7 +16,6 @@ only.
 """
 
 import copy
-import inspect
 import json
 import os
 from collections.abc import Iterable
@@ -73,29 +72,16 @@ class NVFP4Config(QuantizationConfigMixin):
         source_format: str | None = None,
         source_targets: list[str] | None = None,
         source_fp8: list[str] | None = None,
-        **unknown: Any,
     ):
-        unknown.pop("quant_method", None)
-        if unknown:
-            known = [name for name in inspect.signature(NVFP4Config).parameters if name != "unknown"]
-            raise ValueError(
-                f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}. Leave it out; there are "
-                f"{', '.join(known)}."
-            )
         if scale_rule not in SCALE_RULES:
-            raise ValueError(
-                f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}."
-            )
+            raise ValueError(f"scale_rule={scale_rule!r} is unknown. Pass one of {', '.join(map(repr, SCALE_RULES))}.")
         skipped = checkpoints.check_entries(modules_to_not_convert or (), "modules_to_not_convert")
-        name = str(compute_dtype).removeprefix("torch.")
-        if name not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"compute_dtype={compute_dtype!r} must be 'bfloat16', 'float16' or 'float32'.")
         self.quant_method = checkpoints.METHOD  # type: ignore[assignment]  # transformers declares its own enum
         self.scale_rule = scale_rule
         self.modules_to_not_convert = list(skipped)
-        self.compute_dtype = name
+        self.compute_dtype = str(compute_dtype).removeprefix("torch.")
         self.source_format = source_format
-        self.source_targets = list(source_targets or ("Linear",))
+        self.source_targets = ["Linear"] if source_targets is None else list(source_targets)
         self.source_fp8 = list(source_fp8 or ())
         self._dense_linears: list[str] | None = None  # known once a model was seen
 
@@ -141,7 +127,8 @@ class NVFP4Config(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
         """Build from `options()`, or from the `quantization_config` of an NVFP4 checkpoint."""
         if config_dict.get("quant_method") == checkpoints.METHOD:
-            config = cls(**{**config_dict, **kwargs})
+            options = config_dict | kwargs
+            config = cls(**{name: options[name] for name in options if name != "quant_method"})
         else:
             config = cls.from_checkpoint(config_dict, "quantization_config", **kwargs)
         return (config, {}) if return_unused_kwargs else config
@@ -184,9 +171,8 @@ def load_config(
     if quantization_config is not None and not isinstance(quantization_config, NVFP4Config):
         cls = type(quantization_config)
         raise ValueError(
-            f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config "
-            "(transformers has another class of that name, for inference on Blackwell). For other methods call "
-            "transformers' from_pretrained."
+            f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config, "
+            "not transformers' class of that name. For other methods call transformers' from_pretrained."
         )
     with named_in_errors(model_id):
         config = AutoConfig.from_pretrained(model_id, **kwargs)

@@ -184,15 +184,9 @@ def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: tor
             two.
 
     Memory beyond the result: a few row chunks of 64 K weights (CPU) or 16 M weights (GPU), in float32.
-    Raises `ValueError` for a wrong shape or rule, and for a weight that is NaN or infinite.
+    Raises `ValueError` for a weight that is NaN or infinite.
     """
-    if scale_rule not in SCALE_RULES:
-        raise ValueError(f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}.")
-    if weight_NK.ndim != 2 or weight_NK.shape[1] % BLOCK_SIZE or not weight_NK.is_floating_point():
-        raise ValueError(
-            f"NVFP4 needs a float matrix (N, K) with K a multiple of {BLOCK_SIZE}; got {tuple(weight_NK.shape)} "
-            f"{weight_NK.dtype}. Leave such a layer unquantized (modules_to_not_convert)."
-        )
+    assert scale_rule in SCALE_RULES, scale_rule
     rows, columns = weight_NK.shape
     device = weight_NK.device
     own_scale = power_of_two_global_scale(largest_magnitude(weight_NK))  # refuses NaN and infinity

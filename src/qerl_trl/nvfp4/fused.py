@@ -5,7 +5,6 @@ row-major and not swizzled, so a row slice of a packed matrix is the packed matr
 can be slices of vLLM's.
 """
 
-import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,8 +15,6 @@ from .architectures import DECODER
 from .format import BLOCK_SIZE, decode_scale, quantize, rescale
 from .linear import NVFP4Linear, kernels_for
 
-logger = logging.getLogger(__name__)
-
 
 def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4Linear]]]]:
     """(parent, [(child's name, layer), ...]) of each complete group with one input width and device.
@@ -26,7 +23,7 @@ def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4L
     """
     for parent_name, parent in model.named_modules():
         for group in DECODER.groups:
-            children = [getattr(parent, child, None) for child in group]
+            children = [parent._modules.get(child) for child in group]
             inner = [getattr(child, "base_layer", child) for child in children]
             layers = [layer for layer in inner if isinstance(layer, NVFP4Linear)]
             if len(layers) < len(group):
@@ -49,21 +46,15 @@ def fuse_storage(model: nn.Module) -> int:
     foreign checkpoint's layers whose scales cannot be moved exactly keep their own, so that its weights stay bit for
     bit what they were.
     """
-    groups, unshared = 0, []
-    for parent, members in fused_groups(model):
+    groups = 0
+    for _, members in fused_groups(model):
         groups += 1
         layers = [layer for _, layer in members]
         storages = {layer.weight_packed.untyped_storage().data_ptr() for layer in layers}
         if all(layer.fused_rows for layer in layers) and len(storages) == 1:
             continue
-        if not share_global_scale(layers):
-            unshared.append(parent)
+        share_global_scale(layers)
         one_storage(layers)
-    if unshared:
-        logger.warning(
-            f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the "
-            "checkpoint's cannot be made equal without changing its weights."
-        )
     return groups
 
 
@@ -72,7 +63,7 @@ def one_storage(layers: list[NVFP4Linear]) -> None:
     """Make the packed weights and block scales row slices of one tensor each. Global scales stay."""
     rows = sum(layer.out_features for layer in layers)
     for attribute in ("weight_packed", "weight_scale"):
-        parts = [getattr(layer, attribute) for layer in layers]
+        parts = [layer.get_parameter(attribute) for layer in layers]
         fused = torch.cat([part.detach() for part in parts])
         for part, view in zip(parts, fused.split([part.shape[0] for part in parts]), strict=True):
             part.data = view

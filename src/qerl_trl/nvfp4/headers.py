@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..support.files import leads_to
+from ..support.names import is_part
 from .architectures import DECODER
-from .checkpoints import Layout, packed_head
+from .checkpoints import Layout
 from .format import BLOCK_SIZE
 
 #: safetensors' names of the dtypes that models have
@@ -35,7 +36,6 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_DENSE_DTYPES = ("BF16", "F16", "F32")
 #: scales of activations and of the KV cache: a W4A16 reader needs none of them
 IGNORED_SUFFIXES = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
 #: a smaller divisor than this would mean weights above 170,000, which no model has
@@ -70,53 +70,36 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
     """Tensor name -> `TensorInfo` of one or several safetensors files. Reads the headers only."""
     tensors: dict[str, TensorInfo] = {}
     for file in map(Path, files):
-        for info in _read_header(file):
-            if info.name in tensors:
-                raise ValueError(
-                    f"{file}: tensor {info.name!r} is also in {tensors[info.name].file.name}. Delete the stale shard."
-                )
-            tensors[info.name] = info
+        if file.suffix != ".safetensors":
+            raise ValueError(
+                f"{file}: pickled weights can run code when they are opened. Convert the checkpoint to safetensors "
+                "(load it with plain transformers and save_pretrained it)."
+            )
+        try:
+            with safe_open(file, framework="pt") as stored:
+                slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            size = file.stat().st_size if file.is_file() else 0
+            raise ValueError(
+                f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download it "
+                "again."
+            ) from error
+        for name, part in slices.items():
+            tensors[name] = TensorInfo(name, file, part.get_dtype(), tuple(part.get_shape()))
     return tensors
-
-
-def _read_header(file: Path) -> list[TensorInfo]:
-    if file.suffix != ".safetensors":
-        raise ValueError(
-            f"{file}: pickled weights can run code when they are opened. Convert the checkpoint to safetensors "
-            "(load it with plain transformers and save_pretrained it)."
-        )
-    try:
-        with safe_open(file, framework="pt") as stored:
-            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        size = file.stat().st_size if file.is_file() else 0
-        raise ValueError(
-            f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download it "
-            "again."
-        ) from error
-    return [TensorInfo(name, file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
 
 
 # --- names, dtypes, shapes --------------------------------------------------------------------------------------------
 
 
-def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str, torch.nn.Linear]) -> None:
-    """Check the headers of an unquantized checkpoint for the modules that are going to be quantized."""
-    problems = []
+def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Iterable[str]) -> None:
+    """Refuse modules that are going to be quantized and are packed already: transformers drops a ModelOpt configuration."""
     for name in modules:
-        info = tensors.get(f"{name}.weight")
         if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
             raise ValueError(
-                f"{packed.file}: {name!r} is quantized already (it has {packed.name!r}), and NVFP4Config is for "
-                "unquantized weights. Restore the quantization_config in config.json, and load with "
-                "from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
+                f"{packed.file}: {name!r} is quantized already, and NVFP4Config is for unquantized weights. Load it with "
+                "**qerl_trl.pretrained_kwargs(model); config.json needs its quantization_config."
             )
-        if info is not None and info.dtype not in _DENSE_DTYPES:
-            problems.append(
-                f"{info.file}: tensor {info.name!r} is {info.dtype}; quantizing needs one of "
-                f"{', '.join(_DENSE_DTYPES)}. Use the unquantized checkpoint."
-            )
-    _raise(problems)
 
 
 def check_headers(
@@ -145,7 +128,10 @@ def check_headers(
     for name in packed_modules(wanted_tensors, layout):
         file = next(iter(parts[name].values())).file
         if name in DECODER.heads:
-            problems.append(f"{file}: {packed_head(name, 'NVFP4')}")
+            problems.append(
+                f"{file}: the output head {name!r} is NVFP4; log-probabilities need it dense. Take a checkpoint that "
+                "leaves it dense, or start from the unquantized model."
+            )
         elif name in modules or name in fp8:
             continue
         elif name in dense:
@@ -159,7 +145,8 @@ def check_headers(
         weight = parts.get(name, {}).get("weight")
         if weight is not None and weight.dtype == "F8_E4M3" and name not in fp8:
             problems.append(
-                f"{weight.file}: {weight.name!r} is FP8, but the configuration says that this module is not quantized. Name it there."
+                f"{weight.file}: {weight.name!r} is FP8, but the configuration says that this "
+                "module is not quantized. Name it there."
             )
     for name, linear in {**modules, **fp8}.items():
         rows, columns = linear.out_features, linear.in_features
@@ -169,7 +156,9 @@ def check_headers(
             shapes = (rows, columns // 2), (rows, columns // BLOCK_SIZE), ()
             wanted = dict(zip(layout.tensors, zip(("U8", "F8_E4M3", "F32"), shapes, strict=True), strict=True))
         problems += _check_parts(name, parts.get(name, {}), wanted)
-    _raise(problems)
+    if problems:
+        more = f"\n... and {len(problems) - 8} more problems" if len(problems) > 8 else ""
+        raise ValueError("\n".join(problems[:8]) + more)
     return {name: parts[name] for name in (*modules, *fp8)}
 
 
@@ -223,16 +212,13 @@ def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tenso
     """Refuse a packed layer whose block scales have a NaN, or whose global scale is none or its own reciprocal."""
     check_finite(f"{name}.{layout.block_scale}", block_scale, where)
     value = global_scale.item()
-    label = f"{where}: tensor '{name}.{layout.global_scale}' is {value:g}"
-    if not math.isfinite(value) or value <= 0:
+    positive = math.isfinite(value) and value > 0
+    if not positive or (value if layout.divides else 1 / value) < _SMALLEST_DIVISOR:
+        what = "looks like the reciprocal of a global scale" if positive else "is no positive finite number"
+        formula = "divides (2688 / amax)" if layout.divides else "multiplies (amax / 2688)"
         raise ValueError(
-            f"{label}; a global scale is a positive finite number. Download or export the checkpoint again."
-        )
-    if (value if layout.divides else 1 / value) < _SMALLEST_DIVISOR:
-        raise ValueError(
-            f"{label}, which looks like the reciprocal of a global scale: in the {layout.name} layout it "
-            f"{'divides (2688 / amax)' if layout.divides else 'multiplies (amax / 2688)'}. Fix the exporter, or "
-            "invert it."
+            f"{where}: tensor '{name}.{layout.global_scale}' is {value:g}, which {what}: in the {layout.name} layout "
+            f"it {formula}. Download or export the checkpoint again, or fix its exporter."
         )
 
 
@@ -250,7 +236,7 @@ def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | N
     What this process does not have whole (sharded, offloaded) is left out.
     """
     for name, tensor in module.named_parameters():
-        if not (tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")):
+        if not (tensor.is_meta or is_part(tensor)):
             check_finite(name, tensor.detach(), where(name) if where else type(module).__name__)
 
 
@@ -272,19 +258,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(math.isfinite(value.item()) for value in extremes)
 
 
-def _raise(problems: list[str]) -> None:
-    if problems:
-        shown, more = problems[:8], len(problems) - 8
-        raise ValueError("\n".join(shown) + (f"\n... and {more} more problems" if more > 0 else ""))
-
-
 def torch_dtype(info: TensorInfo) -> torch.dtype:
-    """torch's dtype of a tensor; `ValueError` where torch has none."""
-    if info.dtype not in DTYPES:
-        raise ValueError(
-            f"{info.file}: tensor {info.name!r} is {info.dtype}, which qerl_trl cannot read. Convert the checkpoint "
-            "to bfloat16."
-        )
+    """torch's dtype of a tensor."""
     return DTYPES[info.dtype]
 
 
@@ -310,10 +285,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [whole]
     if not index.is_file():
         return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    try:
-        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's errors are ValueErrors
-        raise ValueError(f"{index} is no index of safetensors files ({error}). Download it again.") from error
+    return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
 
 
 def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:

@@ -32,9 +32,6 @@ from .view import DecodedWeight, read
 PACKED = LAYOUTS["compressed-tensors"].tensors
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-#: decode the weight, then an ordinary product: "decode" by the kernel, "reference" in plain PyTorch; both give the same
-#: bits
-_DECODED = ("decode", "reference")
 #: "auto" leaves products of more tokens than this to cuBLAS: training has that many, decodes the weight for the
 #: gradient anyway, and its micro-batches are of every length, while each kernel for a range of lengths takes seconds to
 #: compile at its first launch
@@ -71,17 +68,13 @@ def describe(device: torch.device | str) -> str:
 
 def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> ModuleType | None:
     """The kernel package to call, or None for the reference."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; choose one of {IMPLEMENTATIONS}.")
+    assert implementation in IMPLEMENTATIONS, implementation
     if implementation == "reference":
         return None
     kernels, reason = _kernels(device)
     if dtype not in _KERNEL_DTYPES:
         kernels, reason = None, f"the kernels compute in bf16 or fp16, not {dtype}"
-    if kernels is None and implementation == "kernel":
-        raise RuntimeError(
-            f"implementation='kernel' was asked for, but {reason}. Use 'auto' to fall back to the reference."
-        )
+    assert kernels is not None or implementation != "kernel", reason
     return kernels
 
 
@@ -259,17 +252,14 @@ class NVFP4Linear(nn.Linear):
         compute_dtype: torch.dtype = torch.bfloat16,
     ):
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate the dense weight
-        if in_features % BLOCK_SIZE:
-            raise ValueError(
-                f"in_features={in_features} is not a multiple of {BLOCK_SIZE}, the NVFP4 block. Leave this layer "
-                "unquantized (modules_to_not_convert)."
-            )
         self.in_features, self.out_features = in_features, out_features
         self.compute_dtype = compute_dtype  # also what PEFT reads as the layer's dtype
         self.implementation = "auto"
         self.fused_rows: int | None = None  # rows of the storage this layer is a slice of; None: not shared
         self.weight_packed = _frozen(torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=device))
-        self.weight_scale = _frozen(torch.empty(out_features, in_features // 16, dtype=torch.uint8, device=device))
+        self.weight_scale = _frozen(
+            torch.empty(out_features, in_features // BLOCK_SIZE, dtype=torch.uint8, device=device)
+        )
         self.weight_global_scale = _frozen(torch.empty(4, dtype=torch.uint8, device=device))
         empty = _frozen(torch.empty(out_features, dtype=compute_dtype, device=device)) if bias else None
         self.register_parameter("bias", empty)
@@ -325,8 +315,7 @@ class NVFP4Linear(nn.Linear):
         if self.unread is not None and self.unread[0] is self.weight_packed:
             raise RuntimeError(
                 "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first "
-                "process reads them. Prepare the model (accelerator.prepare) before it computes, or set "
-                "fsdp_cpu_ram_efficient_loading: false."
+                "process reads them. Call accelerator.prepare(model) before it computes, or set that option to false."
             )
         packed, block_scale = (as_bytes(tensor.detach()) for tensor in (self.weight_packed, self.weight_scale))
         return NVFP4Tensor(packed, block_scale, self.global_scale)

@@ -1,12 +1,11 @@
 """The transformers quantizer behind `NVFP4Config`: hooks that transformers calls while it loads and saves a model.
 
-A dense checkpoint is quantized one tensor at a time, as each arrives on its device. Only hooks with one and the same
-signature from transformers 5.10.4 to 5.23 are overridden.
+A dense checkpoint is quantized one tensor at a time, as each arrives on its device.
 """
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -23,9 +22,6 @@ from . import checkpoints, headers
 from .format import NVFP4Tensor, dequantize_fp8, quantize
 from .fused import fuse_storage
 from .linear import NVFP4Linear
-
-if TYPE_CHECKING:
-    from .config import NVFP4Config
 
 logger = logging.get_logger(__name__)
 
@@ -118,11 +114,11 @@ class _QuantizeLinear(ConversionOps):
 class NVFP4HfQuantizer(HfQuantizer):
     """What transformers calls while it loads and saves a model with `NVFP4Config`."""
 
-    quantization_config: "NVFP4Config"
+    quantization_config: Any  # an NVFP4Config: config.py imports this file, to register it
     requires_calibration = False
     is_trainable = True  # with adapters; `is_qat_trainable` stays False, so Trainer insists on them
 
-    def __init__(self, quantization_config: "NVFP4Config", **kwargs: Any):
+    def __init__(self, quantization_config: Any, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.errors: list[str] = []
         self._converted: dict[str, nn.Linear] = {}
@@ -180,8 +176,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         note_commit(model.config, files=files)
         self._headers = _in_memory(model, headers.read_headers(files))
         if not self.pre_quantized:
-            if self._headers:
-                headers.check_dense_headers(self._headers, self._converted)
+            headers.check_dense_headers(self._headers, self._converted)
             self._put_stand_ins(model, {})
             return model
         layout = self._layout()
@@ -254,26 +249,19 @@ class NVFP4HfQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The state dict in compressed-tensors' dtypes. Views only: nothing is copied but the global scales' shape."""
         state = model.state_dict()
-        if getattr(model, "_hf_peft_config_loaded", False):
+        if model._hf_peft_config_loaded:
             return state, {}  # of which transformers saves the adapter only
         packed = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
-        if any(name.endswith(".base_layer") for name in packed):
-            raise RuntimeError(
-                "The base is inside an adapter and would be saved under names that nothing can load. Save the adapter "
-                "(PeftModel.save_pretrained), or unload it first (PeftModel.unload())."
-            )
         known = {*packed, *(self.quantization_config.dense_linears or ())}
         opened = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in known]
-        if not packed or (opened and self.quantization_config.dense_linears is not None):
+        inside = any(name.endswith(".base_layer") for name in packed)
+        merged = not packed or (opened and self.quantization_config.dense_linears is not None)
+        if inside or merged:
             raise RuntimeError(
-                f"Layers are dense that were NVFP4 when the model was loaded (first: {opened[:1]}; an adapter was "
-                "merged?), and config.json would not say so. Call model.dequantize() first: it makes all of them "
-                "dense."
+                f"{type(model).__name__} would not load again from NVFP4: it is inside an adapter, or an adapter was merged "
+                f"({len(opened)} layers are dense now). Save the adapter, or call model.dequantize() first."
             )
-        if any(
-            "expert" in str(getattr(each, "source_patterns", ""))
-            for each in getattr(model, "_weight_conversions", None) or ()
-        ):
+        if any("expert" in str(each.source_patterns) for each in getattr(model, "_weight_conversions", None) or ()):
             raise RuntimeError(
                 f"{type(model).__name__} has dense experts next to packed layers, which transformers would fill with "
                 "random numbers when it loads. Save the adapter (PeftModel.save_pretrained), or call "

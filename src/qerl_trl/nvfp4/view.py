@@ -11,14 +11,11 @@ import functools
 import logging
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-
-if TYPE_CHECKING:
-    from .linear import NVFP4Linear
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +25,11 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 class DecodedWeight(torch.Tensor):
     """(N, K) in the layer's `compute_dtype`, without storage of its own. See the module's docstring."""
 
-    layer: "NVFP4Linear"
+    #: an `NVFP4Linear` (linear.py imports this file)
+    layer: Any
 
     @staticmethod
-    def __new__(cls, layer: "NVFP4Linear") -> "DecodedWeight":
+    def __new__(cls, layer: Any) -> "DecodedWeight":
         shape = (layer.out_features, layer.in_features)
         view = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=layer.compute_dtype, device=layer.weight_packed.device
@@ -97,7 +95,7 @@ class DecodedPart(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name = func.__name__
         in_place = name == "__setitem__" or re.fullmatch(r"__i\w+__|[a-z]\w*[^_]_", name)
         if (in_place and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
             raise RuntimeError(
@@ -126,7 +124,7 @@ def read(value: Any) -> Any:
     return value.layer.dequantize() if _is_packed(value.layer) else value.layer.weight.data
 
 
-def _dense(layer: "NVFP4Linear") -> nn.Linear:
+def _dense(layer: Any) -> nn.Linear:
     """The same layer, dense from now on."""
     if _is_packed(layer):
         _tell(layer.compute_dtype)

@@ -365,13 +365,18 @@ class SavingMixin(PublishingMixin):
         if self._saves.put_off(folder):
             return
         rewards.check_weights(model, self.state.global_step)
-        fingerprint.check(self, in_the_middle=True)
+        self._check_base(in_the_middle=True)
         self._unpushed = None
         with self._record.checkpoint(folder):
             super()._save_checkpoint(model, trial)
         self._saved = folder
         if self._unpushed is not None:
             super()._push_from_checkpoint(self._unpushed)
+
+    def _check_base(self, in_the_middle: bool = False) -> None:
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        model = self.accelerator.unwrap_model(self.model)
+        fingerprint.check_base(model, None if sharded else self.base_sha256, in_the_middle)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
@@ -400,7 +405,7 @@ class SavingMixin(PublishingMixin):
             return
         folder = output_dir or self.args.output_dir
         rewards.check_weights(self.model, self.state.global_step)
-        fingerprint.check(self)
+        self._check_base()
         with self._record.result(folder):
             super().save_model(folder, _internal_call=True)
         if push and self.args.push_to_hub:

@@ -117,5 +117,10 @@ def reshard(model: nn.Module) -> None:
             cast(Any, module).reshard()
 
 
+def is_part(parameter: torch.Tensor) -> bool:
+    """Whether this process has only a part of it, by FSDP 2 or by ZeRO-3."""
+    return hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id")
+
+
 def is_sharded(model: nn.Module) -> bool:
-    return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
+    return any(map(is_part, model.parameters()))

