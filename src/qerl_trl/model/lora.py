@@ -15,15 +15,21 @@ import logging
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper, get_peft_model_state_dict
+from peft.utils import (
+    SAFETENSORS_WEIGHTS_NAME,
+    ModulesToSaveWrapper,
+    TrainableTokensWrapper,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
@@ -348,3 +354,50 @@ def prepare_trainable(model: nn.Module) -> list[str]:
 
 def _cast_output_to_input_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
     return output.to(args[0].dtype)
+
+
+# --- an adapter that comes ready --------------------------------------------------------------------------------------
+
+
+def given_model(model: Any) -> Any:
+    """A trainer's `model`: a path expanded, a `PeftModel` where transformers loaded or added the adapter."""
+    if not isinstance(model, str):
+        own = isinstance(model, PeftModel) or not model._hf_peft_config_loaded
+        return model if own else _as_peft_model(model)
+    folder = Path(model).expanduser()
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{model} is an adapter's folder, not a model's. To train it further, load its base and pass "
+            "model=qerl_trl.load_adapter(base, folder, is_trainable=True)."
+        )
+    return os.path.expanduser(model)
+
+
+def _as_peft_model(model: Any) -> PeftModel:
+    active = model.active_adapters()
+    config = copy.copy(check_is_lora(model.peft_config[active[0]]))
+    lost = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if getattr(config, name)]
+    if lost:
+        raise ValueError(
+            f"The model's adapter has {', '.join(lost)}, which transformers does not load. Load the adapter with "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True)."
+        )
+    if others := sorted(set(model.peft_config) - set(active)):
+        logger.warning("The adapter %r is trained. The model's other adapters are removed: %s.", *active, others)
+    state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
+    model.delete_adapter(list(model.peft_config))
+    vars(model).pop("_weight_conversions", None)  # of the adapter's file, by which a merge would be named
+    # PiSSA and others changed the base when the adapter was loaded, and must not do it again
+    initialized, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
+    peft_model = PeftModelForCausalLM(model, config)
+    config.init_lora_weights = initialized
+    set_peft_model_state_dict(model, state)
+    return peft_model
+
+
+def name_base(model: PeftModel) -> None:
+    """Let the configuration of the adapter name the base that it lies on."""
+    config = model.peft_config[model.active_adapter]
+    found = cast(Any, model.config).name_or_path
+    if found and found != config.base_model_name_or_path:
+        config.base_model_name_or_path, config.revision = found, None
