@@ -71,7 +71,9 @@ def _digest(names: list[str], sums: torch.Tensor) -> str:
 
 def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> str:
     """Of an adapter and trained norms, as the trainer has them."""
-    halves = ((f"{half}:{name}*{t.scaling}", getattr(t, half)) for name, t in adapter.items() for half in "ab")
+    halves = []
+    for name, t in adapter.items():
+        halves += [(f"a:{name}*{t.scaling}", t.a), (f"b:{name}*{t.scaling}", t.b)]
     return fingerprint([*halves, *norms.items()])
 
 

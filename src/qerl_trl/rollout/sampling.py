@@ -67,8 +67,7 @@ def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
     turn = _turn_end(processing_class, tokenizer, template)
     if turn is not None and turn not in ends:
         ends.append(turn)
-        said = "The chat template ends an answer with %s, which the tokenizer and the model do not. Completions end there too."
-        logger.warning_once(said, tokenizer.convert_ids_to_tokens(turn))
+        logger.info("Completions end at the chat template's %s too.", tokenizer.convert_ids_to_tokens(turn))
     return [token for token in dict.fromkeys(ends) if token < config.vocab_size]  # vLLM refuses any other
 
 
@@ -116,6 +115,5 @@ def save_generation_config(folder: str | Path, model: Any, processing_class: Any
     generation.eos_token_id = end_tokens(model, processing_class) or None
     try:
         generation.save_pretrained(folder)
-    except ValueError as error:
-        logger.warning("generation_config.json contradicts itself, and is kept: %s", str(error).splitlines()[0])
+    except ValueError:
         write_json_atomically(Path(folder, "generation_config.json"), generation.to_diff_dict())

@@ -42,7 +42,7 @@ from .engine import (
 )
 from .handshake import differences
 from .spec import LOGPROBS_MODE, EngineSpec
-from .weights import SharedMemory, UpdateLayout, checksum_of
+from .weights import DTYPES, SharedMemory, UpdateLayout, checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class ServerEngine(Engine):
         return {"layout": self._layout.text, "memory": name, **sums}
 
     def _pack(self, update: Update) -> None:
-        layout = UpdateLayout.of(update.adapter, update.norms, getattr(torch, self.spec.dtype))
+        layout = UpdateLayout.of(update.adapter, update.norms, DTYPES[self.spec.dtype])
         if layout != self._layout:
             device = next(t.a.device for t in update.adapter.values())
             self._layout, self._memory = layout, SharedMemory(layout.nbytes, device) if self._local else None

@@ -197,7 +197,8 @@ def summary(kind: str, *parts: torch.Tensor, divisor: float = 0.0) -> WeightSumm
     return WeightSummary(kind, parts[0].numel(), sums, divisor)
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: compute dtypes by their names in vLLM
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: bytes that are summed into one number of an update's checksum
 _BLOCK = 2**16
 
@@ -216,8 +217,8 @@ class UpdateLayout:
         """For this adapter in `dtype`, and these norms in float32."""
         name = str(dtype).removeprefix("torch.")
         found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in norms.items()]
-        for half in "ab":
-            found += [(half, key, name, tuple(getattr(t, half).shape)) for key, t in adapter.items()]
+        found += [("a", key, name, tuple(t.a.shape)) for key, t in adapter.items()]
+        found += [("b", key, name, tuple(t.b.shape)) for key, t in adapter.items()]
         return cls(tuple(found))
 
     @cached_property
@@ -233,7 +234,7 @@ class UpdateLayout:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [torch.Size(shape).numel() * _DTYPES[dtype].itemsize for _, _, dtype, shape in self.entries]
+        return [torch.Size(shape).numel() * DTYPES[dtype].itemsize for _, _, dtype, shape in self.entries]
 
     @cached_property
     def nbytes(self) -> int:
@@ -249,7 +250,7 @@ class UpdateLayout:
         if not (self._latest and self._latest[0][0] is flat):
             starts = accumulate(self._sizes, initial=0)
             self._latest[:] = [(flat, [
-                flat[start : start + size].view(_DTYPES[dtype]).view(shape)
+                flat[start : start + size].view(DTYPES[dtype]).view(shape)
                 for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
             ])]  # fmt: skip
         return self._latest[0][1]
