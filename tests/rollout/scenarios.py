@@ -194,7 +194,7 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
         generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None
+        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None, _is_vlm=False
     )  # fmt: skip
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     generation = QeRLVLLMGeneration(
@@ -529,7 +529,8 @@ def bases(folder: Path) -> dict:
     g.sync_weights()
     g.engine.state.load_adapter = lambda adapter, norms: len(adapter)  # an adapter that lands nowhere
     results["probe finds a stale adapter"] = error_of(g.run_probe)
-    g.engine.state.clear_adapter()
+    for slot in g.engine.state.slots.values():
+        slot.b_NR.zero_()
     results["probe finds a lost adapter"] = error_of(g.run_probe)
     assert issubclass(RolloutError, RuntimeError)
     return results

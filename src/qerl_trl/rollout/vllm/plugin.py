@@ -124,13 +124,7 @@ class CheckpointEngine:
         if adapter is not None:
             self.request = LoRARequest("adapter", 1, adapter)
             rank = json.loads(Path(adapter, "adapter_config.json").read_text())["r"]
-            slot = slot_of(rank)
-            if slot is None:
-                raise ValueError(
-                    f"The adapter in {adapter} has rank {rank}; vLLM's slots end at {_SLOT_RANKS[-1]}. Merge it "
-                    "(qerl-trl merge), or evaluate with transformers."
-                )
-            arguments = {"enable_lora": True, "max_lora_rank": slot, **arguments}
+            arguments = {"enable_lora": True, "max_lora_rank": slot_of(rank) or rank, **arguments}
         named = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
         config = AutoConfig.from_pretrained(model, **named)
         if config.get_text_config(decoder=True) is not config:

@@ -85,8 +85,7 @@ class EngineOptions:
         options = cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
         if options.batch_invariant and not batch_invariant():
             raise ValueError(
-                f"The trainer asks for vLLM's batch-invariant mode, which is off in this process. Set {BATCH_INVARIANT}=1 in its environment, or "
-                "leave vllm_batch_invariant out."
+                f"The trainer asks for vLLM's batch-invariant mode, which is off in this process. Set {BATCH_INVARIANT}=1 in its environment."
             )
         return options
 
@@ -94,7 +93,7 @@ class EngineOptions:
 def _model_type() -> str | None:
     """The text decoder's `model_type` of the engine that is being built."""
     model = get_current_vllm_config().model_config
-    return None if model is None else getattr(model.hf_text_config, "model_type", None)
+    return None if model is None else model.hf_text_config.model_type
 
 
 def _format_of(name: str, columns: int, selection: Selection, options: EngineOptions) -> str:

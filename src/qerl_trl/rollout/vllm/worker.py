@@ -122,7 +122,7 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
             weights[name] = summary(
                 "nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=float(divisor)
             )
-        if getattr(layer, "bias", None) is not None:
+        if layer.bias is not None:
             weights[f"{name}.bias"] = summary("bias", layer.bias[rows])
     for name, module in state.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
