@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
 import time
 import types
 from pathlib import Path
@@ -55,22 +54,6 @@ def goes_on(tiny_runs, run: Path, whole: Path) -> bool:  # noqa: F811
 
 
 # --- what a callback does --------------------------------------------------------------------------------------------------------------
-
-
-def test_an_exit_elsewhere_is_told(tiny_runs, tmp_path, caplog):  # noqa: F811
-    """The process ended without a word, and as a success."""
-
-    class Exits(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                sys.exit()
-
-    trainer = tiny_runs.trainer(tmp_path / "run", **STEPS)
-    trainer.add_callback(Exits())
-    with pytest.raises(SystemExit):
-        trainer.train()
-    for word in ("exit() was called at step 2 of 2", str(tmp_path / "run" / "checkpoint-1")):
-        assert word in caplog.text
 
 
 def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path):  # noqa: F811

@@ -1,6 +1,7 @@
 """What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -106,8 +107,7 @@ def announce(trainer: Any) -> None:
 
 
 def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(3, int(math.log(count, 1024)))
+    return f"{count / 1024**power:.1f} {['', 'KiB', 'MiB', 'GiB'][power]}"
