@@ -91,7 +91,7 @@ def attach(trainer: Any) -> None:
     trainer._monitor = SignalMonitor(args.zero_advantage_patience)
     trainer._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
     trainer._passes = OnePass(trainer)
-    trainer.reward_funcs = rewards.checked_rewards(trainer)
+    trainer.reward_funcs = rewards.checked_rewards(trainer.reward_funcs, trainer.reward_func_names, args.reward_timeout)
     if getattr(trainer, "rollout_func", None) is not None:  # GRPO has it
         trainer.rollout_func = checked_rollout_func(trainer.rollout_func)
     prepare_trainable(trained)
@@ -180,7 +180,8 @@ class QeRLMixin(SavingMixin):
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = partial(super()._calculate_rewards, inputs, prompts, *args, **kwargs)
         timed = self._timer.phase("reward", counts=self.model.training)
-        with timed, rewards.reward_limit(self), self.rescue.failing_together():
+        limit = rewards.reward_limit(self.reward_funcs, self.reward_func_names, self.args.reward_timeout)
+        with timed, limit, self.rescue.failing_together():
             self._rewards = rewards_of_all(self.accelerator, own, len(prompts), len(self.reward_funcs))
             rewards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
         return self._rewards

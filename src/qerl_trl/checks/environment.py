@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -22,9 +22,6 @@ from transformers.utils import is_flash_linear_attention_available
 
 from ..nvfp4 import linear
 from ..rollout.vllm import plugin
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +47,9 @@ class Problem:
         return f"{self.what} {self.remedy}"
 
 
-def check(args: "TrainingArguments") -> None:
+def check(args: Any) -> None:
     """Raise `RuntimeError` for what cannot work, with the remedy; warn of what only makes a run slow."""
-    found = untested(getattr(args, "use_vllm", False)) if args.process_index == 0 else []
+    found = untested(args.use_vllm) if args.process_index == 0 else []
     if not args.use_cpu:
         found += gpu()
     if args.world_size > 1 or args.dataloader_num_workers > 0:
