@@ -45,7 +45,7 @@ from .checkpoint.settings import sources_of
 from .checks import environment, rewards
 from .checks.learning import SignalMonitor
 from .config import QeRLConfig, QeRLRLOOConfig
-from .memory.of_trainer import explained, plan_trainer, prepare_updates
+from .memory.of_trainer import OutOfMemory, plan_trainer, prepare_updates
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .model import loading
@@ -154,7 +154,7 @@ class QeRLMixin(SavingMixin):
         self.given_optimizers: dict[str, str] = {}
         self._padded_logps = super()._get_per_token_logps_and_entropies
         initial = base.model_init(given["model"], given["args"], given.pop("quantization_config", None))
-        with initial as quantization_config, base.own_vllm_generation(self), explained(self, RolloutError):
+        with initial as quantization_config, base.own_vllm_generation(self), OutOfMemory(self).explained(RolloutError):
             super().__init__(**given, quantization_config=quantization_config)
         loading.begin_loaded(self.accelerator.unwrap_model(self.model), **base.source_of(given["model"], self.args))
         attach(self)
@@ -258,7 +258,7 @@ class QeRLMixin(SavingMixin):
         rewards.check_steps(self.args, self.train_dataset)
         banner.announce(self)
         try:
-            with explained(self, RolloutError):
+            with OutOfMemory(self).explained(RolloutError):
                 return super().train(*args, **kwargs)
         finally:
             self._collector.unfreeze()

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
-from qerl_trl.memory.of_trainer import explained
+from qerl_trl.memory.of_trainer import OutOfMemory
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
 from qerl_trl.rollout.engine import RolloutError
@@ -391,6 +391,6 @@ def test_an_engine_that_runs_out_says_what_it_may_have():
     had = trainer.memory_plan.kv_bytes
     with (
         told(RolloutError, "failed in vLLM", "Tried to allocate 1.00 GiB", "kv_cache_memory_bytes", f"(it had {had})"),
-        explained(trainer, RolloutError),
+        OutOfMemory(trainer).explained(RolloutError),
     ):
         raise RolloutError("The rollout failed in vLLM: CUDA out of memory. Tried to allocate 1.00 GiB.")
