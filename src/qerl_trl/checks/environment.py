@@ -240,7 +240,7 @@ def _from_vllm(error: BaseException | None) -> BaseException | None:
     """The innermost error of vLLM's own code, among an error and its causes."""
     found = None
     while error is not None:
-        ours = (getattr(error, "name", None) or "").partition(".")[0] == "vllm"
+        ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "vllm"
         trace = error.__traceback__
         while trace is not None:
             ours = ours or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"

@@ -68,7 +68,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
     work = dataclasses.replace(
         work,
         packed=args.padding_free is not False and packing.Packing(trainer).reason_against() is None,
-        compiled=compiled_layers.expected(trainer),
+        compiled=args.compile_layers is not False and compiled_layers.reason_against(trainer) is None,
         fused=args.fused_lora and lora_linear.fuses_all(model),
         delta_kernels=is_flash_linear_attention_available(),
         # experts' load is counted, of each completion's own prompt too

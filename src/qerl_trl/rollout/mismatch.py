@@ -316,7 +316,7 @@ def corrected(trainer: OnlineTrainer, batch: Mapping[str, Any] | None = None) ->
 
 def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor | None:
     """Log-probabilities (B, T) that vLLM returned for the completions `like` of this rollout, where TRL's trainer (RLOO) drops them."""
-    rows = getattr(getattr(trainer, "vllm_generation", None), "sampled_logps", None)
+    rows = trainer.vllm_generation.sampled_logps
     if rows is None or len(rows) != len(like):
         return None
     logps = torch.zeros(like.shape, dtype=torch.float32)

@@ -358,7 +358,7 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
     measured: dict[nn.Module, torch.Tensor] = {}
 
     def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        bias = cast(torch.Tensor | None, getattr(module, "bias", None))
+        bias = cast(nn.Linear, module).bias
         product = output.float() if bias is None else output.float() - bias.float()
         measured[module] = product.square().mean(-1).sqrt().flatten()
 

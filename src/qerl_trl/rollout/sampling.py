@@ -37,7 +37,7 @@ def of_the_model_alone(model: nn.Module) -> Iterator[None]:
     """Ignore generation_config.json in the block, except for what is no part of the policy. Warns once of what that leaves out."""
     inner = unwrap(model) if isinstance(model, nn.Module) else model
     holder: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
-    before: GenerationConfig | None = getattr(holder, "generation_config", None)
+    before: GenerationConfig | None = holder.generation_config
     if before is None:
         yield
         return
@@ -63,7 +63,7 @@ def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
     tokenizer = text_tokenizer(processing_class)
     config = model.config.get_text_config(decoder=True)
     own = _listed(model.generation_config.eos_token_id) or _listed(getattr(config, "eos_token_id", None))
-    ends = [*_listed(getattr(tokenizer, "eos_token_id", None)), *own]
+    ends = [*_listed(tokenizer.eos_token_id), *own]
     turn = _turn_end(processing_class, tokenizer, template)
     if turn is not None and turn not in ends:
         ends.append(turn)
@@ -77,7 +77,7 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 def _turn_end(processing_class: Any, tokenizer: Any, template: dict[str, Any]) -> int | None:
     """The special token right after the text of an answer, where there is one."""
-    if not (template.get("chat_template") or getattr(processing_class, "chat_template", None)):
+    if not (template.get("chat_template") or processing_class.chat_template):
         return None
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "it-is-2"}]
     try:

@@ -97,7 +97,7 @@ def unlike_trl(args: Any) -> list[str]:
 
 def announce(trainer: Any) -> None:
     """Print the banner on the main process, once in the life of a trainer, and what is not corrected."""
-    if not getattr(trainer, "_announced", False):
+    if not trainer._announced:
         from ..rollout import mismatch  # TRL, without which `doctor` reads versions here
 
         trainer._announced = True
