@@ -205,7 +205,7 @@ def size_text(count: int) -> str:
 def vllm_problems() -> list[Problem]:
     """Import vLLM and its compiled parts in another process, which may crash: [] if that works."""
     try:
-        plugin.check_vllm_version()
+        plugin.check_vllm()
     except ImportError as error:
         return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
     command = [sys.executable, "-m", "qerl_trl.rollout.vllm.plugin"]

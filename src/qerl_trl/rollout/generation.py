@@ -315,7 +315,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, draw: NoiseDraw | None
     ) -> list[Completion]:
-        check_lengths(prompts, sampling.max_tokens, self.max_model_length)
         sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
         with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
@@ -342,12 +341,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 with self._engine_errors():
                     self._prepare(draw)
                 self._inside = True
-                try:
-                    yield
-                except BaseException:
-                    with contextlib.suppress(Exception):  # the engine may be dead; the error that says so is on its way
-                        self.engine.sleep()
-                    raise
+                yield
                 with self._engine_errors():
                     self._check()
                     self.engine.sleep()
@@ -428,13 +422,3 @@ def sampling_arguments(ends: list[int], mode: str | None, chosen: dict[str, Any]
     stop = {} if chosen.get("ignore_eos") else {"stop_token_ids": ends}
     text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
     return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | stop
-
-
-def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | None) -> None:
-    """Warn where an engine of `limit` tokens cuts completions off."""
-    longest = max(map(len, prompts), default=0)
-    if limit is not None and longest + max_tokens > limit:
-        logger.warning(
-            "Completions of %d tokens after a prompt of %d are cut off at the engine's %d. Pass these prompts as eval_dataset, or raise vllm_max_model_length.",
-            *(max_tokens, longest, limit),
-        )

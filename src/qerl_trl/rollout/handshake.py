@@ -55,7 +55,7 @@ def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str,
         found.append(f"its log-probabilities are {first['logprobs_mode']}, not {LOGPROBS_MODE}")
     if spec.max_model_len is not None and first["max_model_len"] < spec.max_model_len:
         found.append(f"its longest sequence is {first['max_model_len']} tokens, the trainer's {spec.max_model_len}")
-    if spec.batch_invariant and not first["options"].get("batch_invariant"):
+    if spec.batch_invariant and not first["batch_invariant"]:
         found.append("it was started without batch-invariant kernels, and vllm_batch_invariant=True asks for them")
     if first["noise"] != noise_sample(torch.device("cpu")):
         found.append("it draws other noise from the same key (another version of qerl-trl)")

@@ -182,12 +182,8 @@ class Probe:
                 result = ProbeResult(known.difference, known.rounding, FLOOR[self.dtype])
                 if layers and result.fault is None:
                     result = self._compared("adapter", FRACTIONS, known, sample, adapt)
-            except BaseException:
+            finally:
                 restore()
-                with contextlib.suppress(RuntimeError, ValueError, OSError):  # an engine that failed may fail again
-                    sync()
-                raise
-            restore()
             sync()
             return result, as_it_is
 

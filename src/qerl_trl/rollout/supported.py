@@ -24,7 +24,7 @@ from ..config import QeRLConfig, QeRLRLOOConfig
 from ..memory.workload import optimizer_under_fsdp
 from ..support.distributed import fsdp_version
 from .engine import RolloutError
-from .vllm.plugin import check_vllm_is_there, check_vllm_version, import_vllm
+from .vllm.plugin import OLDEST_VLLM, check_vllm, import_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,8 @@ def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
     settle_optimizer(args)
     if not args.use_vllm:
         return
-    check_vllm_is_there()  # TRL's client of a server needs it too
+    check_vllm(OLDEST_VLLM if args.vllm_mode == "colocate" else None)  # TRL's client of a server needs it too
     if args.vllm_mode == "colocate":
-        check_vllm_version()
         import_vllm()  # TRL has imported it already
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
-from .engine import AdapterTensors, Engine, RolloutError, Update, bits, changes, fingerprint, not_finite
+from .engine import AdapterTensors, Engine, Update, bits, changes, fingerprint
 from .spec import active_adapter, check_servable, rollout_layers, trained_norms
 
 #: makes the whole tensors of sharded parameters available while it is open
@@ -137,21 +137,11 @@ class TrainedWeights(Trained):
                     sums.append((name, bits(whole)))
                     yield name, whole
 
-        self._check_finite()  # all of them, before the first is copied
         engine.put_weights(stream())
         return fingerprint(sums), engine.put(None, noisy, draw)
 
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
         return fingerprint((name, parameter) for (name, _, _), parameter in zip(self.places, parameters, strict=True))
-
-    def _check_finite(self) -> None:
-        whole = zip((name for name, _, _ in self.places), map(local_tensor, self.parameters()), strict=True)
-        parts = [(name, part) for name, part in whole if part.numel()]
-        if bad := not_finite(parts):
-            raise RolloutError(
-                f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}). Lower learning_rate or "
-                "max_grad_norm, and resume from an earlier checkpoint."
-            )
 
 
 def _whole(parameters: Sequence[torch.Tensor]) -> bool:

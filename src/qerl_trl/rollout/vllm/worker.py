@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from ...noise.generator import sample as noise_sample
 from ...noise.hooks import NoiseDraw
-from ..engine import CALL, MESSAGE_TIMEOUT, is_allowed, secret
+from ..engine import CALL, MESSAGE_TIMEOUT, batch_invariant, is_allowed, secret
 from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
 from .linear import DenseMethod
 from .state import RolloutState
@@ -136,6 +136,7 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
         "weights": weights,
         "adapter_ranks": {name: int(slot.layer.adapter_b.shape[1]) for name, slot in state.slots.items()},
         "options": options.get("qerl", {}),
+        "batch_invariant": batch_invariant(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": str(config.model_config.logprobs_mode),
         "max_model_len": int(config.model_config.max_model_len),
