@@ -40,23 +40,18 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     if sharded and not args.use_vllm:
         together = f"use_vllm=False cannot work under {sharded}"
-    elif args.use_vllm and args.world_size > 1 and (engine := asked_together(args)):
-        together, turns = f"{engine} cannot work in {args.world_size} processes", [n for n in turns if n in _LOOPS]
+    elif args.use_vllm and args.world_size > 1:  # with one engine that answers several processes in one call
+        size, turns = args.vllm_tensor_parallel_size, [name for name in turns if name in _LOOPS]
+        server = args.vllm_mode == "server"
+        engine = "vllm_mode='server'" if server else f"vllm_tensor_parallel_size={size}" if size > 1 else None
+        together = engine and f"{engine} cannot work in {args.world_size} processes"
     else:
-        return
-    if turns:
+        together = None
+    if turns and together:
         raise ValueError(
             f"{turns[0]} with {together}: each takes its own number of turns. Use use_vllm=True with vllm_mode='colocate' and "
             "vllm_tensor_parallel_size=1, or plain data parallelism."
         )
-
-
-def asked_together(args: QeRLConfig | QeRLRLOOConfig) -> str | None:
-    """The option by which one engine answers several processes in one call."""
-    if args.vllm_mode == "server":
-        return "vllm_mode='server'"
-    size = args.vllm_tensor_parallel_size
-    return f"vllm_tensor_parallel_size={size}" if size > 1 else None
 
 
 def _zero_stage(args: QeRLConfig | QeRLRLOOConfig) -> int:

@@ -23,15 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def goes_on(output_dir: str, source: str, done: int, wanted: int, epoch: float | None) -> str:
-    """The line of a resumed run.
-
-    Args:
-        source: the checkpoint, in `output_dir` or elsewhere.
-        done: its steps, of those `wanted`.
-    """
+    """The line of a resumed run: from the checkpoint `source`, in `output_dir` or elsewhere, with `done` steps of those `wanted`."""
     inside = Path(source).parent.resolve() == Path(output_dir).resolve()
-    where = Path(source).name if inside else source
-    at = "" if epoch is None else f" (epoch {epoch:.2f})"
+    where, at = Path(source).name if inside else source, "" if epoch is None else f" (epoch {epoch:.2f})"
     return secrets.redact(
         f"{output_dir} goes on at step {done} of {wanted}{at}, from {where}. For a fresh start, choose another output_dir."
     )

@@ -17,7 +17,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ...noise.generator import sample as noise_sample
 from ...noise.hooks import NoiseDraw
 from ..engine import CALL, MESSAGE_TIMEOUT, batch_invariant, is_allowed, secret
 from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
@@ -140,7 +139,6 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": str(config.model_config.logprobs_mode),
         "max_model_len": int(config.model_config.max_model_len),
-        "noise": noise_sample(next(state.model.parameters()).device),
     }
 
 
