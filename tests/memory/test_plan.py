@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
-from qerl_trl.memory.of_trainer import plan_again, plan_trainer
+from qerl_trl.memory.of_trainer import Recomputation, plan_trainer
 from qerl_trl.memory.plan import GIB, Gpu, gpu_of_card, plan_run, relief
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS, Workload
 from qerl_trl.run import banner as report
@@ -254,7 +254,7 @@ def test_an_engine_that_runs_keeps_its_steps_when_updates_are_planned_again(make
     assert made.work.step_tokens == MAX_BATCHED_TOKENS and made.fits and made.waves == 1
     trainer.memory_plan = dataclasses.replace(made, gpu=Gpu.of_gib(80))
     assert plan_run(shape, tight, Gpu.of_gib(80), counted).work.step_tokens == LARGER_STEPS[0]
-    plan_again(trainer, packed=False)
+    Recomputation(trainer)._follow()
     assert trainer.memory_plan.work.step_tokens == MAX_BATCHED_TOKENS and not trainer.memory_plan.work.packed
 
 

@@ -22,11 +22,13 @@ def trainer(lengths=(5, 9, 7), evaluation=None, positions=512, **changes):
     return SimpleNamespace(
         args=arguments(**changes),
         model=SimpleNamespace(
-            config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=positions))
+            config=SimpleNamespace(
+                get_text_config=lambda: SimpleNamespace(max_position_embeddings=positions, vocab_size=9)
+            )
         ),
         train_dataset=Dataset.from_dict({"prompt": ["w " * n for n in lengths], "answer": ["1"] * len(lengths)}),
         eval_dataset=evaluation,
-        _tokenize_prompts=lambda prompts: ([prompt.split() for prompt in prompts], None, {}),
+        _tokenize_prompts=lambda prompts: ([[1] * len(prompt.split()) for prompt in prompts], None, {}),
     )
 
 
@@ -46,7 +48,7 @@ def test_prompts_are_counted_in_batches(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"positions": 20}, ["2 of 4 prompts", "longest has 31 tokens", "the model takes 20"]),
+        ({"positions": 20}, ["4 of 4 prompts", "longest has 31 tokens", "the model takes 20"]),
         (
             {"positions": 512, "use_vllm": True, "vllm_max_model_length": 30},
             ["1 of 4 prompts", "31 tokens", "takes 30", "raise vllm_max_model_length"],
