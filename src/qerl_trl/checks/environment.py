@@ -180,22 +180,17 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
+def disk(folder: Path, needed: int, of: str = "one checkpoint of this run", fatal: bool = True) -> list[Problem]:
+    """Room for so many bytes in `folder`, which need not be there yet."""
+    if (free := free_bytes(folder)) >= needed:
+        return []
+    what = f"{folder} has {size_text(free)} free, and {of} takes {size_text(needed)}."
+    return [Problem(what, "Free space, or choose another folder on another disk.", fatal)]
+
+
 def room(folder: Path) -> list[Problem]:
     """Room for a merged 7B model, where no run says what it will write."""
-    if (free := free_bytes(folder)) >= _MERGED_7B:
-        return []
-    what = f"{folder} has {size_text(free)} free, and a merged 7B model takes {size_text(_MERGED_7B)}."
-    return [Problem(what, "Free space, or choose another folder.")]
-
-
-def disk(folder: Path, one: int) -> list[Problem]:
-    """Room for one checkpoint of `one` bytes in `folder`, which need not be there yet."""
-    if (free := free_bytes(folder)) >= one:
-        return []
-    what = (
-        f"output_dir={str(folder)!r} has {size_text(free)} free, and one checkpoint of this run takes {size_text(one)}."
-    )
-    return [Problem(what, "Free space, or choose an output_dir on another disk.", fatal=True)]
+    return disk(folder, _MERGED_7B, "a merged 7B model", fatal=False)
 
 
 def size_text(count: int) -> str:

@@ -6,7 +6,6 @@ not used: it ends in `model.load_weights`, which knows neither adapter buffers n
 """
 
 import contextlib
-import ipaddress
 import json
 import logging
 import math
@@ -264,9 +263,4 @@ class ServerEngine(Engine):
 
 
 def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified  # 0.0.0.0 is TRL's default
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # the last is TRL's default

@@ -12,7 +12,7 @@ while the engine lives: no `.to()`, no offloading, no rebinding.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -215,13 +215,11 @@ class TrainerLoader(BaseModelLoader):
     @staticmethod
     def _alias_embedding(name: str, layer: Layer, published: Published) -> set[str]:
         source = published.module(name).weight
-        if source.shape == layer.weight.shape and source.dtype == layer.weight.dtype:
-            layer.weight = Parameter(source.data, requires_grad=False)
-            return {f"{name}.weight"}
-        # vLLM pads the vocabulary
-        padded = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device=source.device)
-        padded[: source.shape[0]].copy_(source)
-        layer.weight = Parameter(padded, requires_grad=False)
+        data = source.data
+        if (data.shape, data.dtype) != (layer.weight.shape, layer.weight.dtype):  # vLLM pads the vocabulary
+            data = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device=source.device)
+            data[: source.shape[0]].copy_(source)
+        layer.weight = Parameter(data, requires_grad=False)
         return {f"{name}.weight"}
 
 
@@ -229,17 +227,8 @@ class TrainerLoader(BaseModelLoader):
 _BASE_PREFIX = "model."
 
 
-class Mapper(Protocol):
-    """The part of vLLM's `WeightsMapper` that is used: renaming rules, each from a checkpoint's spelling to vLLM's."""
-
-    @property
-    def orig_to_new_prefix(self) -> Mapping[str, str | None]: ...
-    @property
-    def orig_to_new_substr(self) -> Mapping[str, str | None]: ...
-    @property
-    def orig_to_new_suffix(self) -> Mapping[str, str | None]: ...
-
-    def apply_list(self, values: list[str]) -> list[str]: ...
+#: vLLM's `WeightsMapper`: renaming rules, each from a checkpoint's spelling to vLLM's
+Mapper = Any
 
 
 @dataclass
