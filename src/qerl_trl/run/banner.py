@@ -1,7 +1,6 @@
 """What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -109,5 +108,5 @@ def announce(trainer: Any) -> None:
 def _size(count: float) -> str:
     if count < 1024:
         return f"{count:.0f} B"
-    power = min(3, int(math.log(count, 1024)))
+    power = min(3, (int(count).bit_length() - 1) // 10)
     return f"{count / 1024**power:.1f} {['', 'KiB', 'MiB', 'GiB'][power]}"

@@ -176,7 +176,7 @@ def _check_stored(model: str, base_format: str, hub: dict[str, Any]) -> None:
         return
     method = stored.get("quant_method") or stored.get("producer", {}).get("name") or "an unknown method"
     raise ValueError(
-        f"base_format={base_format!r} needs unquantized weights, and {where} says {method}. Name the unquantized model, or set "
+        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}). Name the unquantized model, or set "
         "base_format='nvfp4' for an NVFP4 checkpoint, 'nf4' for one of bitsandbytes."
     )
 

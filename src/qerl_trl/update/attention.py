@@ -152,7 +152,10 @@ def _why_not(module: Any, mask: torch.Tensor | None, dropout: float, asked: dict
     causal = asked.get("is_causal")
     if not (causal if causal is not None else getattr(module, "is_causal", True)):
         return "its attention is not causal"
-    return next((f"its attention adds {n}" for n in ("position_bias", "s_aux") if asked.get(n) is not None), None)
+    for name in ("position_bias", "s_aux"):
+        if asked.get(name) is not None:
+            return f"its attention adds {name}"
+    return None
 
 
 class _Gather(torch.autograd.Function):
