@@ -44,8 +44,28 @@ def imports(module: str, at_import_only: bool = False) -> set[str]:
 GRAPH = {module: imports(module) & set(MODULES) for module in MODULES}
 
 
+#: a wing imports only wings below it
+ORDER = "cli trainer tasks run checks publish rollout memory update config model checkpoint noise nvfp4 support".split()
+
+
+def wing(module: str) -> str:
+    return module.split(".")[1]
+
+
 def within(module: str, wing: str) -> bool:
     return module == f"qerl_trl.{wing}" or module.startswith(f"qerl_trl.{wing}.")
+
+
+def test_a_wing_imports_only_wings_below_it():
+    for module in GRAPH:
+        for other in GRAPH[module] - {"qerl_trl"}:
+            if module != "qerl_trl" and wing(module) != wing(other):
+                assert ORDER.index(wing(module)) < ORDER.index(wing(other)), f"{module} imports {other}"
+
+
+def test_the_drawing_has_every_wing_in_order():
+    drawn = re.findall(r"^    (\w+)\[", (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text(), re.M)
+    assert drawn == ORDER
 
 
 def test_no_cycle():
@@ -63,21 +83,17 @@ def test_no_cycle():
         walk(module, ())
 
 
-def test_nvfp4_knows_neither_publish_nor_checkpoint():
+def test_the_engine_takes_little_of_the_trainers_side():
     for module in GRAPH:
-        if within(module, "nvfp4"):
-            assert not [o for o in GRAPH[module] if within(o, "publish") or within(o, "checkpoint")], module
+        if within(module, "rollout.vllm"):
+            taken = {o for o in GRAPH[module] if within(o, "rollout") and not within(o, "rollout.vllm")}
+            assert taken <= {f"qerl_trl.rollout.{name}" for name in ("spec", "engine", "weights")}, module
 
 
 def test_only_rollout_vllm_imports_vllm():
     for module in MODULES:
         if not within(module, "rollout.vllm"):
             assert not {name for name in imports(module) if name.split(".")[0] == "vllm"}, module
-
-
-def test_nobody_imports_the_trainer():
-    for module in GRAPH:
-        assert module == "qerl_trl" or not any(within(other, "trainer") for other in GRAPH[module]), module
 
 
 @pytest.mark.parametrize(

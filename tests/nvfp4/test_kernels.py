@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from qerl_trl import from_pretrained
+from qerl_trl.model import loading
 from qerl_trl.nvfp4 import fused, linear
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.tiny_models import write_packed_checkpoint
@@ -59,7 +60,7 @@ def l40s(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
 def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_dir, family):
     folder = tiny_model_dir(family)
-    found = fused.matrices_of_checkpoint(folder)
+    found = loading.matrices_of_checkpoint(folder)
     assert found == fused.packed_matrices(from_pretrained(folder))
     assert all(matrix.number == 2 for matrix in found), "layers"
     assert any(len(matrix.rows) == 3 for matrix in found) == (family != "phi3")
@@ -67,7 +68,7 @@ def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_d
 
 def test_the_matrices_of_a_packed_checkpoint_are_those_that_it_packs(tmp_path):
     write_packed_checkpoint(tmp_path / "packed", "qwen2", "compressed-tensors")
-    found = fused.matrices_of_checkpoint(tmp_path / "packed")
+    found = loading.matrices_of_checkpoint(tmp_path / "packed")
     assert len(found) == 4 and found == fused.packed_matrices(from_pretrained(tmp_path / "packed"))
 
 

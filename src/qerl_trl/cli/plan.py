@@ -198,7 +198,7 @@ def tune(
     sizes = numbers_of_tokens(tokens)
     import torch
 
-    from qerl_trl.nvfp4.fused import matrices_of_checkpoint
+    from qerl_trl.model.loading import matrices_of_checkpoint
     from qerl_trl.nvfp4.linear import describe, kernels_for
 
     matrices = matrices_of_checkpoint(model, trust_remote_code=trust_remote_code)

@@ -24,11 +24,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..checkpoint import seal
-from ..nvfp4 import config
+from ..nvfp4 import config, fused
 from ..nvfp4.headers import check_finite_module, weight_files
+from ..nvfp4.linear import NVFP4Linear
 from ..support.files import beside, hub_commit, note_commit, reads_for_its_machine
 from .lora import check_is_lora
 
@@ -252,3 +253,18 @@ def save_whole_tensors(accelerator: Accelerator) -> None:
     )
     plugin.state_dict_config = plugin.optim_state_dict_config = None  # of shards; it makes those that fit
     plugin.set_state_dict_type(FULL)
+
+
+def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[fused.Matrix]:
+    """The matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
+    found = config.load_config(model_id, **kwargs)
+    stored = config.quantization_of(found)
+    quantization = config.NVFP4Config() if stored is None else config.NVFP4Config.from_dict(stored)
+    if stored is not None:
+        del found.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(found)
+    for name, linear in quantization.linears_to_quantize(model).items():
+        packed = NVFP4Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
+        model.set_submodule(name, packed)
+    return fused.packed_matrices(model)

@@ -6,16 +6,13 @@ can be slices of vLLM's.
 """
 
 import logging
-import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from .architectures import DECODER
-from .config import NVFP4Config, load_config, quantization_of
 from .format import BLOCK_SIZE, decode_scale, quantize, rescale
 from .linear import NVFP4Linear, kernels_for
 
@@ -160,21 +157,6 @@ def matrices_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     there are.
     """
     return {matrix.name: (sum(matrix.rows), matrix.columns, len(matrix.rows)) for matrix in packed_matrices(model)}
-
-
-def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[Matrix]:
-    """The matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
-    config = load_config(model_id, **kwargs)
-    stored = quantization_of(config)
-    quantization = NVFP4Config() if stored is None else NVFP4Config.from_dict(stored)
-    if stored is not None:
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    for name, linear in quantization.linears_to_quantize(model).items():
-        packed = NVFP4Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
-        model.set_submodule(name, packed)
-    return packed_matrices(model)
 
 
 def selected_for_matrices(
