@@ -108,7 +108,7 @@ class EngineSpec:
             scale_rule, at_load = config.scale_rule, config.source_format is None
         packed, text = has_nvfp4(base), base.config.get_text_config(decoder=True)
         return cls(
-            model=base.name_or_path,
+            model=base.name_or_path or "",
             revision=revision,
             dtype=str(dtype or compute_dtype(model)).removeprefix("torch."),
             base="nvfp4" if packed else "dense",

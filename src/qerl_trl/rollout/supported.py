@@ -38,6 +38,7 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
     TRL would deal the completions of one engine to other prompts."""
     turns = [name for name in _TURNS if given.get(name)]
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
+    together: str | None
     if sharded and not args.use_vllm:
         together = f"use_vllm=False cannot work under {sharded}"
     elif args.use_vllm and args.world_size > 1:  # with one engine that answers several processes in one call
