@@ -190,7 +190,8 @@ def test_update_noise_and_reset_are_one_request(engine, connected, worker):  # n
     _, vllm, requests = connected
     new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0)
     effective = engine.put(new, NORMS[:1], draw)
-    assert [path for _, path, _ in requests] == [CALL] and vllm.asked == [("qerl_put",), ("reset",)]
+    assert [method for method, path, _ in requests if path == CALL] == [*["PUT"] * (not engine._local), "POST"]
+    assert vllm.asked == [("qerl_put",), ("reset",)]
     found = engine.contents()
     assert found.received == new.fingerprint and found.draw == draw and not found.damaged
     at_once = everything(worker)

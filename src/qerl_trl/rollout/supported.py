@@ -38,7 +38,7 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
     TRL would deal the completions of one engine to other prompts."""
     turns = [name for name in _TURNS if given.get(name)]
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
-    together: str | None
+    together: str | None = None
     if sharded and not args.use_vllm:
         together = f"use_vllm=False cannot work under {sharded}"
     elif args.use_vllm and args.world_size > 1:  # with one engine that answers several processes in one call
@@ -46,8 +46,6 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
         server = args.vllm_mode == "server"
         engine = "vllm_mode='server'" if server else f"vllm_tensor_parallel_size={size}" if size > 1 else None
         together = engine and f"{engine} cannot work in {args.world_size} processes"
-    else:
-        together = None
     if turns and together:
         raise ValueError(
             f"{turns[0]} with {together}: each takes its own number of turns. Use use_vllm=True with vllm_mode='colocate' and "
