@@ -24,15 +24,6 @@ def test_every_argument_has_its_name():
         by_name(function, 1, 2, 3)
 
 
-def test_arguments_that_can_have_no_name_are_refused():
-    def function(model, *rest):
-        pass
-
-    assert by_name(function, "m") == {"model": "m"}
-    with pytest.raises(TypeError, match=r"takes \*rest, and 1 arguments have no name there"):
-        by_name(function, "m", "r")
-
-
 @dataclass(repr=False)
 class QeRLGMPOConfig(QeRLArguments, GMPOConfig):
     pass

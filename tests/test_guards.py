@@ -85,7 +85,7 @@ def test_partial_rewards_work():
 
 def test_reward_model_output():
     guards.check_reward_tensor(torch.tensor([[1.0, float("nan")]]), ["a", "b"])
-    with pytest.raises(ValueError, match="'b' is inf for completion 1"):
+    with pytest.raises(ValueError, match="'b' is inf in magnitude"):
         guards.check_reward_tensor(torch.tensor([[1.0, 2.0], [0.0, math.inf]]), ["a", "b"])
 
 
@@ -104,11 +104,9 @@ def test_gradients_name_the_first_bad_parameter():
         parameter.grad = torch.zeros_like(parameter)
     guards.check_gradients(model, 0)
     model[1].weight.grad[0, 1] = math.nan
-    with pytest.raises(
-        RuntimeError, match=r"gradient of 1\.weight is not finite at step 5: 1 of 4 entries; 1 of 4 parameters"
-    ):
+    with pytest.raises(RuntimeError, match=r"not finite in 1 of 4 parameters at step 5, e\.g\. in 1\.weight"):
         guards.check_gradients(model, 5)
-    with pytest.raises(RuntimeError, match=r"gradient of 1\.weight is not finite at step 5"):
+    with pytest.raises(RuntimeError, match=r"not finite in 1 of 4 parameters at step 5"):
         guards.check_gradients(model, 5, torch.optim.SGD(model.parameters()))
 
 
@@ -120,12 +118,12 @@ def test_gradients_whose_squares_overflow(value):
         parameter.grad = torch.full_like(parameter, 1e18)
     guards.check_gradients(model, 0)
     model.weight.grad.fill_(value)
-    with pytest.raises(RuntimeError, match=r"norm of the gradient overflows in float32 at step 2: .* in weight"):
+    with pytest.raises(RuntimeError, match=r"has a norm that overflows \(.*\) at step 2, e\.g\. in weight"):
         guards.check_gradients(model, 2)
 
 
 @pytest.mark.parametrize(
-    ("magnitude", "says"), [(0.5, None), (1e19, "norm of the gradient overflows"), (float("nan"), "not finite")]
+    ("magnitude", "says"), [(0.5, None), (1e19, "norm that overflows"), (float("nan"), "not finite")]
 )
 def test_what_one_launch_finds_small_is_small_and_all_else_is_looked_at(monkeypatch, magnitude, says):
     model = torch.nn.Linear(4, 4)
@@ -164,7 +162,6 @@ def test_a_step_that_deepspeed_left_out_ends_the_run():
         under_deepspeed(None),  # before its first step
         under_deepspeed(-1, boundary=False),  # of the step before
         under_deepspeed(-1, skipped=True, precision="fp16"),  # it looks for its loss scale
-        (under_deepspeed(0.3)[0], SimpleNamespace()),
     ],
 )
 def test_a_sound_step_under_deepspeed_goes_on(sound):

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,12 +151,3 @@ def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tm
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     publishing.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), make_tiny_tokenizer())
     assert ("in another form in memory than on disk" in caplog.text) == told
-
-
-@pytest.mark.parametrize(
-    ("deepspeed", "strategy", "said"), [(True, "checkpoint", True), (False, "checkpoint", False), (True, "end", False)]
-)
-def test_what_a_pushed_checkpoint_lacks_is_said_before(deepspeed, strategy, said, caplog):
-    args = SimpleNamespace(hub_strategy=strategy, output_dir="here")
-    publishing.Uploads(SimpleNamespace(args=args, is_deepspeed_enabled=deepspeed)).warn_of_checkpoints()
-    assert ("does not push the optimizer's state" in caplog.text) == said

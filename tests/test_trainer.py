@@ -485,7 +485,7 @@ def test_damaged_checkpoint_named_by_the_user_is_refused(make_trainer, tmp_path)
     weights.write_bytes(weights.read_bytes()[:-7])
     with pytest.raises(ValueError, match=r"optimizer\.pt has"):
         make_trainer(**options).train(resume_from_checkpoint=str(weights.parent))
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="finds no whole checkpoint"):
         make_trainer(**options).train(resume_from_checkpoint=True)
 
 

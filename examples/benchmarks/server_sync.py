@@ -112,6 +112,7 @@ def main() -> None:
     from qerl_trl.noise.hooks import NoiseDraw
     from qerl_trl.nvfp4.config import from_pretrained
     from qerl_trl.rollout.spec import EngineSpec
+    from qerl_trl.rollout.weights import UpdateLayout
 
     folder = Path(tempfile.mkdtemp())
     new, prompt = (NEW, PROMPT) if not cpu else (8, 8)
@@ -186,13 +187,14 @@ def main() -> None:
         write()
 
         def between_hosts() -> None:
-            engine._local = False
-            engine.client.listen()
-            engine._make_room(engine._layout, engine._flat)
+            engine._local, engine._layout = False, UpdateLayout(())
+
+        def deliver() -> None:
+            engine._deliver(generation.trained._update(generation.trained.parameters()))
 
         results["transport"], results["sync"] = {}, {}
         if engine._local:
-            results["transport"]["shared memory"] = timed(engine._deliver)
+            results["transport"]["shared memory"] = timed(deliver)
             results["sync"]["shared memory"] = timed(generation.sync_weights)
             write()
         draws = iter(range(1000, 2000))
@@ -203,11 +205,11 @@ def main() -> None:
         results["sync"]["with noise"] = timed(with_noise)
         write()
         norms = generation._noisy
-        results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
+        results["noise"] = timed(lambda: engine.put(None, norms, NoiseDraw(1e-2, 1, next(draws), 0)))
         results["contents"] = timed(engine.contents)
         write()
         between_hosts()
-        results["transport"]["tcp"] = timed(engine._deliver)
+        results["transport"]["tcp"] = timed(deliver)
         results["sync"]["tcp"] = timed(generation.sync_weights)
         write()
         print(

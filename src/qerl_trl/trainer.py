@@ -45,7 +45,7 @@ from .checkpoint.settings import sources_of
 from .checks import environment, rewards
 from .checks.learning import SignalMonitor
 from .config import QeRLConfig, QeRLRLOOConfig
-from .memory.of_trainer import explained, plan_trainer, prepare_updates
+from .memory.of_trainer import OutOfMemory, plan_trainer, prepare_updates
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .model import loading
@@ -91,7 +91,7 @@ def attach(trainer: Any) -> None:
     trainer._monitor = SignalMonitor(args.zero_advantage_patience)
     trainer._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
     trainer._passes = OnePass(trainer)
-    trainer.reward_funcs = rewards.checked_rewards(trainer)
+    trainer.reward_funcs = rewards.checked_rewards(trainer.reward_funcs, trainer.reward_func_names, args.reward_timeout)
     if getattr(trainer, "rollout_func", None) is not None:  # GRPO has it
         trainer.rollout_func = checked_rollout_func(trainer.rollout_func)
     prepare_trainable(trained)
@@ -131,6 +131,8 @@ class QeRLMixin(SavingMixin):
     _passes: OnePass
     #: whether the run still learns
     _monitor: SignalMonitor
+    #: whether the banner was printed
+    _announced = False
     #: computes log-probabilities without padding
     _packing: Packing | None = None
 
@@ -154,7 +156,7 @@ class QeRLMixin(SavingMixin):
         self.given_optimizers: dict[str, str] = {}
         self._padded_logps = super()._get_per_token_logps_and_entropies
         initial = base.model_init(given["model"], given["args"], given.pop("quantization_config", None))
-        with initial as quantization_config, base.own_vllm_generation(self), explained(self, RolloutError):
+        with initial as quantization_config, base.own_vllm_generation(self), OutOfMemory(self).explained(RolloutError):
             super().__init__(**given, quantization_config=quantization_config)
         loading.begin_loaded(self.accelerator.unwrap_model(self.model), **base.source_of(given["model"], self.args))
         attach(self)
@@ -180,7 +182,8 @@ class QeRLMixin(SavingMixin):
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = partial(super()._calculate_rewards, inputs, prompts, *args, **kwargs)
         timed = self._timer.phase("reward", counts=self.model.training)
-        with timed, rewards.reward_limit(self), self.rescue.failing_together():
+        limit = rewards.reward_limit(self.reward_funcs, self.reward_func_names, self.args.reward_timeout)
+        with timed, limit, self.rescue.failing_together():
             self._rewards = rewards_of_all(self.accelerator, own, len(prompts), len(self.reward_funcs))
             rewards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
         return self._rewards
@@ -257,7 +260,7 @@ class QeRLMixin(SavingMixin):
         rewards.check_steps(self.args, self.train_dataset)
         banner.announce(self)
         try:
-            with explained(self, RolloutError):
+            with OutOfMemory(self).explained(RolloutError):
                 return super().train(*args, **kwargs)
         finally:
             self._collector.unfreeze()

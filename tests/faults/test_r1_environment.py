@@ -92,19 +92,19 @@ def test_gpu_architecture(gpu_of, tmp_path, capability, said):
 def test_vllm_missing(monkeypatch, tmp_path, mode):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
-    with told(ImportError, "use_vllm=True", "vLLM is not installed", "pip install 'qerl-trl[vllm]'"):
+    with told(ImportError, "vLLM is not installed", "use_vllm=False", "pip install 'qerl-trl[vllm]'"):
         trainer_with(tmp_path, use_vllm=True, vllm_mode=mode)
 
 
 @fault("R1.vllm_version")
 @pytest.mark.parametrize("version", ["0.20.2", "0.25.0"])
 def test_vllm_version(monkeypatch, tmp_path, version):
-    monkeypatch.setattr(plugin, "check_vllm_is_there", lambda: None)
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     with told(
         ImportError, f"vLLM {version}", f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}", "pip install 'qerl-trl[vllm]'"
     ):
-        plugin.check_vllm_version()
+        plugin.check_vllm()
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def broken_vllm(tmp_path, monkeypatch):
         "raise ImportError('vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda')"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(plugin, "check_vllm_version", lambda: None)
+    monkeypatch.setattr(plugin, "check_vllm", lambda *_: None)
     return tmp_path
 
 

@@ -88,7 +88,7 @@ def test_an_update_that_never_arrives(make_trainer):  # noqa: F811
     def stale(engine):
         engine.put_adapter = lambda adapter, norms: None
 
-    ends_and_goes_on(make_trainer, stale, "does not hold the trainer's latest weights", "stale policy", "resume")
+    ends_and_goes_on(make_trainer, stale, "does not hold what the trainer put there last", "stale policy", "resume")
 
 
 @fault("R4.adapter_stale", recovered=True)
@@ -118,7 +118,9 @@ def test_an_update_of_which_half_arrives(make_trainer):  # noqa: F811
 
         engine.put_adapter = lossy
 
-    ends_and_goes_on(make_trainer, half, "no longer holds what was put into it", "layers.1", "made by half", "resume")
+    ends_and_goes_on(
+        make_trainer, half, "does not hold what the trainer put there last", "layers.1", "made by half", "resume"
+    )
 
 
 @fault("R4.wake_without_weights", recovered=True)
@@ -168,7 +170,7 @@ def test_an_update_with_names_that_the_engine_does_not_have(monkeypatch):
     monkeypatch.setattr(states, "find_norms", lambda *args: {})
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.ones(1))
-    with told(ValueError, "have no buffers in vLLM", "model.elsewhere", "target modules"):
+    with told(ValueError, "no buffers", "model.elsewhere", "made for this model"):
         states.RolloutState(model).load_adapter(
             {"model.elsewhere": AdapterTensors(torch.ones(1, 2), torch.ones(2, 1), 1.0)}, {}
         )

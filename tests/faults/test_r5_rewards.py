@@ -63,7 +63,9 @@ def graded_by(trainer, caplog):
 
     def give(function):
         trainer.reward_funcs, trainer.reward_func_names = [spread, function], ["spread", "graded"]
-        trainer.reward_funcs = guards.checked_rewards(trainer)
+        trainer.reward_funcs = guards.checked_rewards(
+            trainer.reward_funcs, trainer.reward_func_names, trainer.args.reward_timeout
+        )
         return trainer
 
     yield give
@@ -190,16 +192,6 @@ def test_a_streak_of_equal_rewards(graded_by, caplog):
     for _ in range(3):
         rollout(trainer)
     assert "last 3 rollouts (mean reward 2" in caplog.text and "log_completions=True" in caplog.text
-
-
-@fault("R5.equal_rewards", recovered=True)
-@pytest.mark.parametrize("weight", [math.nan, math.inf])
-def test_a_weight_that_is_not_finite(weight, graded_by):
-    """A task's or a trainer's own, whatever looked at the arguments: with NaN the rewards counted as none at all, and the loss was 0."""
-    trainer = graded_by(lambda completions, **kwargs: [0.0] * len(completions))
-    trainer.reward_weights = torch.tensor([1.0, weight])
-    with told(ValueError, f"reward_weights=[1.0, {weight}]", "every advantage is zero or NaN", "a finite weight"):
-        trainer.train()
 
 
 # --- what a function does --------------------------------------------------------------------------------------------
@@ -372,7 +364,7 @@ def spoiled_step(trainer, hook):
 
 @fault("R5.inf_gradient")
 @pytest.mark.parametrize(
-    ("value", "said"), [(math.inf, "lora_B.default.weight is not finite"), (1e30, "largest entry is 1e+30")]
+    ("value", "said"), [(math.inf, "gradient is not finite in 1 of"), (1e30, "norm that overflows (1e+30)")]
 )
 def test_gradient(graded_by, value, said):
     trainer = graded_by(spread)

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
 import time
 import types
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
-from qerl_trl.memory.of_trainer import explained
+from qerl_trl.memory.of_trainer import OutOfMemory
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
 from qerl_trl.rollout.engine import RolloutError
@@ -55,22 +54,6 @@ def goes_on(tiny_runs, run: Path, whole: Path) -> bool:  # noqa: F811
 
 
 # --- what a callback does --------------------------------------------------------------------------------------------------------------
-
-
-def test_an_exit_elsewhere_is_told(tiny_runs, tmp_path, caplog):  # noqa: F811
-    """The process ended without a word, and as a success."""
-
-    class Exits(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                sys.exit()
-
-    trainer = tiny_runs.trainer(tmp_path / "run", **STEPS)
-    trainer.add_callback(Exits())
-    with pytest.raises(SystemExit):
-        trainer.train()
-    for word in ("exit() was called at step 2 of 2", str(tmp_path / "run" / "checkpoint-1")):
-        assert word in caplog.text
 
 
 def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path):  # noqa: F811
@@ -408,6 +391,6 @@ def test_an_engine_that_runs_out_says_what_it_may_have():
     had = trainer.memory_plan.kv_bytes
     with (
         told(RolloutError, "failed in vLLM", "Tried to allocate 1.00 GiB", "kv_cache_memory_bytes", f"(it had {had})"),
-        explained(trainer, RolloutError),
+        OutOfMemory(trainer).explained(RolloutError),
     ):
         raise RolloutError("The rollout failed in vLLM: CUDA out of memory. Tried to allocate 1.00 GiB.")

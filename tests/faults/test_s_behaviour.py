@@ -113,13 +113,12 @@ def test_log_probabilities_of_which_many_are_nan_end_the_run(make_engine_trainer
 
 
 @pytest.mark.vllm
-def test_single_nan_log_probabilities_are_counted_and_told(make_engine_trainer, caplog, monkeypatch):  # noqa: F811
+def test_single_nan_log_probabilities_are_counted(make_engine_trainer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(mismatch, "_MISSING", 0.3)  # as in longer completions
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [*logps[:-1], math.nan])
     trainer.train()
     assert logged(trainer, "rollout/nan_logps") == [4, 4]
-    assert "no finite log-probability for 4 tokens at step 0" in caplog.text
     assert all(math.isfinite(value) for value in logged(trainer, "rollout/mismatch_kl") + logged(trainer, "grad_norm"))
 
 

@@ -308,7 +308,7 @@ def finished(tiny_runs, tmp_path_factory):  # noqa: F811
 
 
 @fault("R6.missing_optimizer", recovered=True)
-def test_a_checkpoint_that_never_had_an_optimizer_is_not_gone_on_from(finished, tiny_runs, tmp_path, caplog):  # noqa: F811
+def test_a_checkpoint_that_never_had_an_optimizer_is_not_gone_on_from(finished, tiny_runs, tmp_path):  # noqa: F811
     """As save_only_model leaves it: the parent begins with an empty optimizer, and the schedule of the learning rate at its start."""
     run = shutil.copytree(finished, tmp_path / "run")
     for name in ("optimizer.pt", "scheduler.pt"):
@@ -316,11 +316,11 @@ def test_a_checkpoint_that_never_had_an_optimizer_is_not_gone_on_from(finished, 
     sealed = seal.read_manifest(run / "checkpoint-2")
     seal.seal(run / "checkpoint-2", sealed["run"], order=sealed["order"])
     trainer = tiny_runs.trainer(run, max_steps=3)
-    with told(ValueError, "checkpoint-2 keeps no optimizer state", "another output_dir", "allow_other_settings=True"):
+    with told(ValueError, "checkpoint-2 keeps no optimizer state", "another checkpoint", "allow_other_settings=True"):
         trainer.train(resume_from_checkpoint=trainer.to_resume())
     trainer.args.allow_other_settings = True
     trainer.train(resume_from_checkpoint=trainer.to_resume())
-    assert trainer.state.global_step == 3 and "as allowed: optimizer: a new one from step 2 on" in caplog.text
+    assert trainer.state.global_step == 3
     assert seal.recorded_run(run / "checkpoint-3")["changed"] == ["optimizer: a new one from step 2 on"]
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
-from qerl_trl.memory.of_trainer import plan_again, plan_trainer
+from qerl_trl.memory.of_trainer import Recomputation, plan_trainer
 from qerl_trl.memory.plan import GIB, Gpu, gpu_of_card, plan_run, relief
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS, Workload
 from qerl_trl.run import banner as report
@@ -254,7 +254,7 @@ def test_an_engine_that_runs_keeps_its_steps_when_updates_are_planned_again(make
     assert made.work.step_tokens == MAX_BATCHED_TOKENS and made.fits and made.waves == 1
     trainer.memory_plan = dataclasses.replace(made, gpu=Gpu.of_gib(80))
     assert plan_run(shape, tight, Gpu.of_gib(80), counted).work.step_tokens == LARGER_STEPS[0]
-    plan_again(trainer, packed=False)
+    Recomputation(trainer)._follow()
     assert trainer.memory_plan.work.step_tokens == MAX_BATCHED_TOKENS and not trainer.memory_plan.work.packed
 
 
@@ -313,7 +313,9 @@ def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer
 
 
 def test_a_prompt_that_cannot_fit_stops_a_trainer_at_start(make_trainer):
-    with pytest.raises(ValueError, match="1 of 2 prompts leave no token for a completion: the longest has 600 tokens"):
+    with pytest.raises(
+        ValueError, match=r"1 of 2 prompts leave less than .* tokens for a completion: the longest has 600 tokens"
+    ):
         make_trainer(["a", "x" * 600])
 
 
@@ -363,7 +365,7 @@ def test_a_plan_is_data(make_trainer):
 def test_a_card_by_name():
     assert gpu_of_card("rtx4090").total == gpu_of_card("NVIDIA GeForce RTX 4090").total == 24 * 10**9
     assert gpu_of_card("A100").total == 80 * 10**9 and gpu_of_card("A100-40GB").total == 40 * 10**9
-    with pytest.raises(ValueError, match=r"--card 'Voodoo 2' is none of .*RTX 4090.*--gpu-gib"):
+    with pytest.raises(ValueError, match=r"--card 'Voodoo 2' .* is none of .*RTX 4090.*--gpu-gib"):
         gpu_of_card("Voodoo 2")
 
 

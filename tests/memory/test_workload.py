@@ -22,11 +22,13 @@ def trainer(lengths=(5, 9, 7), evaluation=None, positions=512, **changes):
     return SimpleNamespace(
         args=arguments(**changes),
         model=SimpleNamespace(
-            config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=positions))
+            config=SimpleNamespace(
+                get_text_config=lambda: SimpleNamespace(max_position_embeddings=positions, vocab_size=9)
+            )
         ),
         train_dataset=Dataset.from_dict({"prompt": ["w " * n for n in lengths], "answer": ["1"] * len(lengths)}),
         eval_dataset=evaluation,
-        _tokenize_prompts=lambda prompts: ([prompt.split() for prompt in prompts], None, {}),
+        _tokenize_prompts=lambda prompts: ([[1] * len(prompt.split()) for prompt in prompts], None, {}),
     )
 
 
@@ -46,7 +48,7 @@ def test_prompts_are_counted_in_batches(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"positions": 20}, ["2 of 4 prompts", "longest has 31 tokens", "the model takes 20"]),
+        ({"positions": 20}, ["4 of 4 prompts", "longest has 31 tokens", "the model takes 20"]),
         (
             {"positions": 512, "use_vllm": True, "vllm_max_model_length": 30},
             ["1 of 4 prompts", "31 tokens", "takes 30", "raise vllm_max_model_length"],
@@ -55,7 +57,7 @@ def test_prompts_are_counted_in_batches(monkeypatch):
     ids=["model", "engine"],
 )
 def test_prompts_that_leave_no_token_are_found_at_start(changes, words):
-    with pytest.raises(ValueError, match="leave no token for a completion") as info:
+    with pytest.raises(ValueError, match="leave less than") as info:
         run_lengths(trainer(lengths=(5, 20, 7, 31), **changes))
     assert all(word in str(info.value) for word in words)
 
@@ -159,16 +161,13 @@ def test_a_file_is_read_without_the_gpu_it_is_for(tmp_path):
     assert work == dataclasses.replace(expected, rollout="colocate", attention="flash", gradient_checkpointing=None)
 
 
-def test_under_fsdp_no_optimizer_of_bitsandbytes_is_left():
+def test_under_fsdp_no_adamw_of_bitsandbytes_is_left():
     for optimizer in OptimizerNames:
         work = Workload(optimizer=optimizer.value)
         if optimizer not in trainer_optimizer._BITSANDBYTES_OPTIMIZERS:
             assert work.under_fsdp().optimizer == optimizer.value
         elif "adamw" in optimizer.value:
             assert work.under_fsdp().optimizer == "adamw_torch_fused"
-        else:
-            with pytest.raises(ValueError, match="cannot step parameters that FSDP shares out"):
-                work.under_fsdp()
 
 
 def test_a_value_that_is_none_is_one_line(tmp_path):

@@ -104,7 +104,7 @@ def http(answer) -> Iterator[tuple[str, list]]:
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_POST = do
+        do_GET = do_POST = do_PUT = do
 
         def log_message(self, *args):
             pass

@@ -194,7 +194,7 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
         generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None
+        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None, _is_vlm=False
     )  # fmt: skip
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     generation = QeRLVLLMGeneration(
@@ -529,7 +529,8 @@ def bases(folder: Path) -> dict:
     g.sync_weights()
     g.engine.state.load_adapter = lambda adapter, norms: len(adapter)  # an adapter that lands nowhere
     results["probe finds a stale adapter"] = error_of(g.run_probe)
-    g.engine.state.clear_adapter()
+    for slot in g.engine.state.slots.values():
+        slot.b_NR.zero_()
     results["probe finds a lost adapter"] = error_of(g.run_probe)
     assert issubclass(RolloutError, RuntimeError)
     return results
@@ -754,6 +755,7 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
     from qerl_trl.noise.norms import find_noisy_norms
     from qerl_trl.rollout.server import ServerEngine
     from qerl_trl.rollout.spec import EngineSpec
+    from qerl_trl.rollout.weights import UpdateLayout
 
     path = write_model(folder)
     server = Server(EngineSpec.of(adapter_on(packed(path)), max_model_len=256), folder, tensor_parallel)
@@ -781,9 +783,7 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
             results["sync seconds"] = time.perf_counter() - started
             results["adapter"].append(gap_now())
         results["shared memory"] = g.engine._local
-        g.engine._local = False  # as between two hosts
-        g.engine.client.listen()
-        g.engine._make_room(g.engine._layout, g.engine._flat)
+        g.engine._local, g.engine._layout = False, UpdateLayout(())  # as between two hosts
         for seed in (7, 8):
             randomize(policy, seed)
             g.sync_weights()
@@ -799,14 +799,13 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
         noise = NormNoise(find_noisy_norms(policy))
         draw = NoiseDraw(5e-2, 1, 2, 3)
         noise.set(draw)
-        results["sigma effective"] = g.engine.set_noise(tuple(noise.norms), draw)
-        g.engine.reset_prefix_cache()
+        results["sigma effective"] = g.engine.put(None, tuple(noise.norms), draw)
         results["noise ignored"] = gap_now()
         with noise.active():
             results["noisy"] = gap_now()
-        g.engine._sums["checksum"] = "another"
+        update = g.engine._deliver(g.trained._update(g.trained.parameters())) | {"checksum": "another"}
         results["damaged"] = error_of(lambda: g.engine.client.call("qerl_put", json.dumps(
-            {"update": g.engine._deliver(), "noisy": [], "draw": None})))  # fmt: skip
+            {"update": update, "noisy": [], "draw": None})))  # fmt: skip
         with noise.active():
             results["still as before"] = gap_now()
         other = adapter_on(packed(path, "four_over_six"))

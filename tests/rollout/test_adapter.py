@@ -1,13 +1,14 @@
 """What a rollout needs to know of the model's adapter."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl_trl.rollout.spec import active_adapter, adapter_buffers, check_servable, check_vocabulary, rollout_layers
+from qerl_trl.rollout.spec import adapter_buffers, check_servable, check_vocabulary, rollout_layers
 from qerl_trl.rollout.supported import check_sharding
 from tests.tiny_models import make_tiny_model
 
@@ -34,18 +35,19 @@ def test_the_active_adapter_is_rolled_out_whatever_its_name():
 def test_two_active_adapters_are_refused():
     model = adapted("student", "ref")
     model.base_model.set_adapter(["student", "ref"])
-    with pytest.raises(ValueError, match="student, ref are active at once"):
-        active_adapter(model)
+    with pytest.raises(ValueError, match="student, ref active at once"):
+        check_servable(model)
 
 
 @pytest.mark.parametrize(
     ("zero_stage", "fsdp_version", "named"), [(3, None, "ZeRO-3"), (0, 1, "fsdp_version: 2")], ids=["zero3", "fsdp1"]
 )
 def test_sharding_that_hides_the_adapter_is_refused(zero_stage, fsdp_version, named):
+    args = SimpleNamespace(use_vllm=True, base_format="bf16")
     with pytest.raises(ValueError, match=named):
-        check_sharding(zero_stage, fsdp_version)
-    check_sharding(2, None)
-    check_sharding(0, 2)
+        check_sharding(args, zero_stage, fsdp_version)
+    check_sharding(args, 2, None)
+    check_sharding(args, 0, 2)
 
 
 @pytest.mark.parametrize("rows", [304, 321, 358])

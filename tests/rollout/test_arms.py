@@ -68,7 +68,7 @@ def test_a_version_that_is_too_old_is_refused(monkeypatch, version):
 @pytest.mark.parametrize("version", [plugin.OLDEST_VLLM, "0.25.1+cu129", plugin.NEWEST_VLLM, "0.99.0"])
 def test_tested_and_newer_versions_are_taken(monkeypatch, version):
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
-    plugin.check_vllm_version()
+    plugin.check_vllm()
 
 
 def test_vllm_that_is_missing_is_said_before_the_model_is_loaded(monkeypatch):
@@ -82,7 +82,7 @@ def test_one_window_of_versions():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (vllm,) = (Requirement(line) for line in extras["vllm"] if Requirement(line).name == "vllm")
     assert {str(part) for part in vllm.specifier} == {f">={plugin.OLDEST_VLLM}", f"<={plugin.NEWEST_VLLM}"}
-    plugin.check_vllm_version()
+    plugin.check_vllm()
 
 
 @pytest.mark.parametrize("arm", ["nvfp4", "full"])

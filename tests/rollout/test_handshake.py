@@ -4,7 +4,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from qerl_trl.noise import generator
 from qerl_trl.rollout.handshake import differences, trainer_summaries
 from qerl_trl.rollout.spec import EngineSpec
 from qerl_trl.rollout.weights import WeightSummary, checksum, summary
@@ -60,7 +59,7 @@ def answers(model, ranks: int = 1, **changed) -> list[dict]:
             shard = parameter.chunk(ranks)[rank] if parameter.ndim == 2 else parameter
             weights[name] = list(summary(kind, shard))
         settings = {"dtype": "float32", "logprobs_mode": "processed_logprobs", "max_model_len": 256, "options": {}}
-        settings["noise"] = generator.sample(torch.device("cpu"))
+        settings["batch_invariant"] = False
         replies.append({"weights": weights, "adapter_ranks": adapters, **settings, **changed})
     return replies
 
@@ -75,7 +74,6 @@ def test_the_same_model_passes_however_it_is_cut(ranks):
     ("changed", "named"),
     [
         ({"dtype": "bfloat16"}, "it computes in bfloat16, the trainer in float32"),
-        ({"noise": "0123456789abcdef"}, "it draws other noise from the same key"),
         ({"logprobs_mode": "raw_logprobs"}, "its log-probabilities are raw_logprobs, not processed_logprobs"),
         ({"max_model_len": 64}, "its longest sequence is 64 tokens, the trainer's 128"),
         ({"adapter_ranks": {}}, "no adapter buffers in model.layers.0.mlp.down_proj"),
@@ -90,7 +88,7 @@ def test_settings_that_differ_are_named(changed, named):
 def test_a_server_without_the_batch_invariant_mode_is_named():
     model = policy()
     spec = EngineSpec.of(model, batch_invariant=True)
-    assert differences(spec, model, answers(model, options={"batch_invariant": True})) == []
+    assert differences(spec, model, answers(model, batch_invariant=True)) == []
     (found,) = differences(spec, model, answers(model))
     assert "vllm_batch_invariant" in found
 

@@ -20,29 +20,22 @@ LISTED = Dataset.from_dict(
 )
 
 
-def trainer(train=TEXT, held_out=None, **further):
-    return SimpleNamespace(train_dataset=train, eval_dataset=held_out, **further)
-
-
 CASES = {
-    "text": (trainer(), False),
-    "messages": (trainer(MESSAGES, TEXT), False),
-    "nothing played": (trainer(tools=[], environments=None, rollout_func=None), False),
-    "parts of messages": (trainer(PARTS), True),
-    "a column": (trainer(SEEN), True),
-    "a column of lists": (trainer(LISTED), True),
-    "held-out": (trainer(TEXT, SEEN), True),
-    "one of the held-out": (trainer(TEXT, {"text": MESSAGES, "seen": LISTED}), True),
-    "streamed": (trainer(TEXT.to_iterable_dataset()), True),
-    "made when read": (trainer(TEXT.with_transform(lambda rows: rows)), True),
-    "no prompts": (trainer(TEXT.remove_columns("prompt")), True),
-    "tools": (trainer(tools=[print]), True),
-    "environments": (trainer(environments=[object()]), True),
-    "a rollout function": (trainer(rollout_func=print), True),
+    "text": ([TEXT], False),
+    "messages": ([MESSAGES, TEXT], False),
+    "nothing held out": ([TEXT, None], False),
+    "parts of messages": ([PARTS], True),
+    "a column": ([SEEN], True),
+    "a column of lists": ([LISTED], True),
+    "held-out": ([TEXT, SEEN], True),
+    "streamed": ([TEXT.to_iterable_dataset()], True),
+    "made when read": ([TEXT.with_transform(lambda rows: rows)], True),
+    "no prompts": ([TEXT.remove_columns("prompt")], True),
 }
 
 
 @pytest.mark.parametrize(("of", "expected"), CASES.values(), ids=CASES)
 def test_where_pictures_may_come(of, expected):
-    assert spec.pictures_may_come(of, PROCESSOR) is expected
-    assert spec.pictures_may_come(of, make_tiny_tokenizer()) is False
+    assert spec.pictures_may_come(PROCESSOR, of, False) is expected
+    assert spec.pictures_may_come(PROCESSOR, of, True) is True
+    assert spec.pictures_may_come(make_tiny_tokenizer(), of, True) is False

@@ -16,7 +16,6 @@ from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.rollout import server
 from qerl_trl.rollout.engine import (
     CALL,
-    LISTEN,
     SECRET,
     Completion,
     RankWithoutEngine,
@@ -56,14 +55,14 @@ def test_each_process_gets_its_own_completions():
         assert engine.generate([], Sampling(4)) == []
         try:
             engine.generate(mine, Sampling(4, temperature=9))
-        except (OSError, RolloutError) as error:
+        except (OSError, AssertionError) as error:
             failure = f"{type(error).__name__}: {error}"
         state.wait_for_everyone()
         return failure
 
     first, second = (outcome.answer for outcome in on_ranks(2, work, timeout=180))
     assert first == "OSError: the server is gone"
-    assert second.startswith("RolloutError: The main process got no completions")
+    assert second.startswith("AssertionError: the main process got no completions")
 
 
 class Requests(Client):
@@ -191,15 +190,16 @@ def test_update_noise_and_reset_are_one_request(engine, connected, worker):  # n
     _, vllm, requests = connected
     new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0)
     effective = engine.put(new, NORMS[:1], draw)
-    assert [path for _, path, _ in requests] == [CALL] and vllm.asked == [("qerl_put",), ("reset",)]
+    assert [method for method, path, _ in requests if path == CALL] == [*["PUT"] * (not engine._local), "POST"]
+    assert vllm.asked == [("qerl_put",), ("reset",)]
     found = engine.contents()
     assert found.received == new.fingerprint and found.draw == draw and not found.damaged
     at_once = everything(worker)
 
-    engine.put_adapter(*update(2))
-    engine.set_noise(NORMS[:1], draw._replace(step=4))
-    engine.put_adapter(new.adapter, new.norms)
-    assert engine.set_noise(NORMS[:1], draw) == effective
+    engine.put(Update(*update(2)))
+    engine.put(None, NORMS[:1], draw._replace(step=4))
+    engine.put(new)
+    assert engine.put(None, NORMS[:1], draw) == effective
     assert all(torch.equal(left, right) for left, right in zip(at_once, everything(worker), strict=True))
 
 
@@ -214,41 +214,14 @@ def test_a_process_that_is_killed_leaves_no_shared_memory_behind(engine, worker)
     assert not Path("/dev/shm", worker._qerl_memory.name).exists()
 
 
-def test_a_draw_that_is_refused_leaves_the_adapter_as_it_was(engine, worker):  # noqa: F811
-    before, contents = everything(worker), engine.contents()
-    with pytest.raises(RolloutError, match="finite and not negative"):
-        engine.put(Update(*update(1)), NORMS[:1], NoiseDraw(float("nan"), 1, 3, 0))
-    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
-    assert engine.contents() == contents
-
-
-@pytest.mark.parametrize("with_update", [True, False])
-def test_a_server_that_was_restarted_gets_the_adapter_again(engine, worker, monkeypatch, caplog, with_update):  # noqa: F811
-    from qerl_trl.rollout.vllm import worker as workers
-
-    new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0)
-    engine.put(new, NORMS[:1], draw)
-    before = everything(worker)
-    state = worker._qerl_rollout_state
-    state.clear_noise()
-    for slot in state.slots.values():
-        slot.a_RK.zero_()
-    worker._qerl_memory, state._names, state._clean = None, (), None
-    monkeypatch.setattr(workers, "_RUN", "another")
-    with pytest.raises(RolloutError, match="restarted during a rollout"):
-        engine.contents()
-    engine.put(new if with_update else None, NORMS[:1], draw)
-    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
-    assert engine.contents().received == new.fingerprint and "was restarted" in caplog.text
-
-
-def test_a_restarted_server_with_another_base_is_refused(engine, monkeypatch):
-    from qerl_trl.rollout.vllm import worker as workers
-
-    monkeypatch.setattr(workers, "_RUN", "another")
-    monkeypatch.setattr(server, "differences", lambda spec, model, ranks: ["other weights"])
-    with pytest.raises(RuntimeError, match="does not run the trainer's model"):
-        engine.put(Update(*update(1)))
+def test_a_server_that_was_restarted_is_found_out(engine, worker, caplog):  # noqa: F811
+    """It has another adapter than the trainer, and cannot open the memory of earlier updates."""
+    engine.put(Update(*update(1)))
+    worker._qerl_rollout_state._received, worker._qerl_memory = None, None
+    assert engine.contents().received is None  # rollout/probe.py compares it
+    if engine._local:
+        with pytest.raises(RolloutError, match="refused qerl_put: FileNotFoundError"):
+            engine.put(Update(*update(2)))
 
 
 def test_a_cache_that_was_not_reset_ends_the_rollout(engine, connected, monkeypatch):
@@ -256,20 +229,9 @@ def test_a_cache_that_was_not_reset_ends_the_rollout(engine, connected, monkeypa
         return False
 
     monkeypatch.setattr(connected[1], "reset_prefix_cache", refuses)
-    for action in (lambda: engine.put(Update(*update(1))), engine.reset_prefix_cache):
+    for change in (Update(*update(1)), None):
         with pytest.raises(RolloutError, match="did not reset its prefix cache"):
-            action()
-
-
-def test_a_closed_port_is_reported(connected, monkeypatch):
-    connect, _, requests = connected
-    monkeypatch.setattr(SharedMemory, "is_here", lambda name: False)
-    engine = connect()
-    assert [path for _, path, _ in requests][-1] == LISTEN
-    engine.client.session.get_adapter("http://").max_retries = 0
-    engine.client.data_url = "http://127.0.0.1:9/"
-    with pytest.raises(RolloutError, match="QERL_SERVER_DATA_PORT"):
-        engine.put(Update(*update(1)))
+            engine.put(change)
 
 
 def test_a_new_trainer_finds_no_noise_of_the_one_before(engine, connected, worker):  # noqa: F811

@@ -216,11 +216,6 @@ def test_the_batch_invariant_mode_is_asked_for(folder, monkeypatch):
         assert batch_invariant() is on
 
 
-def test_a_model_without_a_checkpoint_is_refused():
-    with pytest.raises(ValueError, match="this Qwen2ForCausalLM has no name_or_path"):
-        EngineSpec.of(get_peft_model(make_tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])))
-
-
 @pytest.mark.parametrize(
     ("url", "host", "port", "where"),
     [

@@ -1,4 +1,4 @@
-"""An update as bytes, memory that two processes share, and the listener for updates from another host."""
+"""An update as bytes, and memory that two processes share."""
 
 import os
 import subprocess
@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import requests
 import torch
 
-from qerl_trl.rollout.engine import AdapterTensors, bearer
+from qerl_trl.rollout.engine import AdapterTensors
 from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum_of
 
 CPU = torch.device("cpu")
@@ -82,21 +81,3 @@ def test_too_little_memory_is_an_error_at_once():
     with pytest.raises(OSError):
         SharedMemory(2**50, CPU)
     assert not {name for name in os.listdir("/dev/shm") if name.startswith("qerl-")} - before
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_an_update_from_another_host(host):
-    pytest.importorskip("vllm")
-    from qerl_trl.rollout.vllm.worker import Receiver
-
-    receiver = Receiver(host, "of this test")
-    url, data = f"http://{f'[{host}]' if ':' in host else host}:{receiver.server_port}/", os.urandom(3 * 2**20)
-    try:
-        for _ in range(2):
-            answer = requests.put(url, data=memoryview(data), headers={"Authorization": bearer("of this test")})
-            assert bytes(SharedMemory(len(data), CPU, answer.text).data.numpy()) == data
-        assert requests.put(url, data=b"1", headers={"Authorization": bearer("another")}).status_code == 401
-        assert receiver.memory.size == len(data)
-    finally:
-        receiver.shutdown()
-        receiver.server_close()

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -22,9 +22,6 @@ from transformers.utils import is_flash_linear_attention_available
 
 from ..nvfp4 import linear
 from ..rollout.vllm import plugin
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +47,9 @@ class Problem:
         return f"{self.what} {self.remedy}"
 
 
-def check(args: "TrainingArguments") -> None:
+def check(args: Any) -> None:
     """Raise `RuntimeError` for what cannot work, with the remedy; warn of what only makes a run slow."""
-    found = untested(getattr(args, "use_vllm", False)) if args.process_index == 0 else []
+    found = untested(args.use_vllm) if args.process_index == 0 else []
     if not args.use_cpu:
         found += gpu()
     if args.world_size > 1 or args.dataloader_num_workers > 0:
@@ -183,22 +180,17 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
+def disk(folder: Path, needed: int, of: str = "one checkpoint of this run", fatal: bool = True) -> list[Problem]:
+    """Room for so many bytes in `folder`, which need not be there yet."""
+    if (free := free_bytes(folder)) >= needed:
+        return []
+    what = f"{folder} has {size_text(free)} free, and {of} takes {size_text(needed)}."
+    return [Problem(what, "Free space, or choose another folder on another disk.", fatal)]
+
+
 def room(folder: Path) -> list[Problem]:
     """Room for a merged 7B model, where no run says what it will write."""
-    if (free := free_bytes(folder)) >= _MERGED_7B:
-        return []
-    what = f"{folder} has {size_text(free)} free, and a merged 7B model takes {size_text(_MERGED_7B)}."
-    return [Problem(what, "Free space, or choose another folder.")]
-
-
-def disk(folder: Path, one: int) -> list[Problem]:
-    """Room for one checkpoint of `one` bytes in `folder`, which need not be there yet."""
-    if (free := free_bytes(folder)) >= one:
-        return []
-    what = (
-        f"output_dir={str(folder)!r} has {size_text(free)} free, and one checkpoint of this run takes {size_text(one)}."
-    )
-    return [Problem(what, "Free space, or choose an output_dir on another disk.", fatal=True)]
+    return disk(folder, _MERGED_7B, "a merged 7B model", fatal=False)
 
 
 def size_text(count: int) -> str:
@@ -208,7 +200,7 @@ def size_text(count: int) -> str:
 def vllm_problems() -> list[Problem]:
     """Import vLLM and its compiled parts in another process, which may crash: [] if that works."""
     try:
-        plugin.check_vllm_version()
+        plugin.check_vllm()
     except ImportError as error:
         return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
     command = [sys.executable, "-m", "qerl_trl.rollout.vllm.plugin"]
@@ -243,7 +235,7 @@ def _from_vllm(error: BaseException | None) -> BaseException | None:
     """The innermost error of vLLM's own code, among an error and its causes."""
     found = None
     while error is not None:
-        ours = (getattr(error, "name", None) or "").partition(".")[0] == "vllm"
+        ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "vllm"
         trace = error.__traceback__
         while trace is not None:
             ours = ours or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"

@@ -85,8 +85,7 @@ class SignalMonitor:
         )
         if self._rollouts_without_reward >= self.zero_advantage_patience:
             raise RuntimeError(f"{text} It was so in {self._rollouts_without_reward} rollouts in a row.")
-        if self._rollouts_without_reward == 1:
-            logger.warning(text)
+        self._watch("nothing", True, text, needed=1)
 
     def entropy(self, value: float, state: TrainerState) -> None:
         """Report the policy's entropy, nats per token: the mean of the steps since the last log."""

@@ -21,7 +21,6 @@ from trl.trainer.utils import is_async_callable
 from ..rollout.engine import largest_magnitude, not_finite
 from ..support.names import local_tensor
 from ..support.time_limit import deadline
-from ..support.trl import OnlineTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +28,6 @@ logger = logging.getLogger(__name__)
 LARGEST_REWARD = 1e16
 #: beyond it the square of a gradient, which Adam keeps in float32, is infinite: that weight would never move again
 LARGEST_GRADIENT = math.sqrt(torch.finfo(torch.float32).max)
-_STEP_NOT_TAKEN = (
-    "The optimizer step was not taken, so no weight was damaged. Resume from the last checkpoint with a lower learning "
-    "rate, or look at the rewards and completions of this step."
-)
 #: seconds that the time limit of a block is longer than that of the functions inside it
 _GRACE = 5.0
 
@@ -43,32 +38,29 @@ class RewardTimeout(RuntimeError):
 
 def check_steps(args: Any, dataset: Any) -> None:
     """Raise `ValueError` if a training would take no step: TRL would save an untrained adapter."""
-    prompts = args.generation_batch_size // args.num_generations
+    prompts, why = args.generation_batch_size // args.num_generations, None
     if has_length(dataset) and len(dataset) < prompts:
-        raise ValueError(
-            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout "
-            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
-            "step is taken. Add problems, or lower per_device_train_batch_size."
+        why = (
+            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout (generation_batch_size="
+            f"{args.generation_batch_size} / num_generations={args.num_generations}). Add problems, or lower per_device_train_batch_size"
         )
-    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-        raise ValueError(
-            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step is taken. Pass one above "
-            "0, or call evaluate() alone."
-        )
+    elif args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        why = f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}. Pass one above 0"
+    if why:
+        raise ValueError(f"No step would be taken: {why}.")
 
 
-def checked_rewards(trainer: OnlineTrainer) -> list[Callable]:
-    """The trainer's reward functions, each wrapped by [`checked_reward`]; reward models as they are."""
-    limit, named = trainer.args.reward_timeout, zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+def checked_rewards(functions: list[Any], names: list[str], limit: float | None) -> list[Any]:
+    """Reward functions, each wrapped by [`checked_reward`]; reward models as they are."""
+    named = zip(functions, names, strict=True)
     return [each if isinstance(each, nn.Module) else checked_reward(each, name, limit) for each, name in named]
 
 
-def reward_limit(trainer: OnlineTrainer) -> AbstractContextManager[None]:
+def reward_limit(functions: list[Any], names: list[str], limit: float | None) -> AbstractContextManager[None]:
     """A limit on all rewards of a batch, for an async function that never yields: its own limit cannot end it."""
-    names = [n for f, n in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True) if is_async_callable(f)]
-    limit = trainer.args.reward_timeout
-    seconds = limit * len(trainer.reward_funcs) + _GRACE if limit and names else None
-    return deadline(seconds, lambda: _late(" or ".join(map(repr, names)), limit))
+    waits = [name for each, name in zip(functions, names, strict=True) if is_async_callable(each)]
+    seconds = limit * len(functions) + _GRACE if limit and waits else None
+    return deadline(seconds, lambda: _late(" or ".join(map(repr, waits)), limit))
 
 
 def checked_reward(function: Callable, name: str, timeout: float | None = None) -> Callable:
@@ -156,8 +148,8 @@ def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
 def _refuse_if_large(reward: float, what: str) -> None:
     if abs(reward) > LARGEST_REWARD:
         raise ValueError(
-            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32. Scale the reward to "
-            "about 1, or clip it."
+            f"{what}. Infinite rewards, and those beyond {LARGEST_REWARD:g} in float32, make every advantage of a group NaN. Clip the reward, scale the "
+            "reward to about 1, or return None where it is undefined."
         )
 
 
@@ -202,12 +194,7 @@ def _number(reward: Any, said: str, completion: str) -> float | None:
         value = float(reward)
     except OverflowError:  # of an int or a fraction
         value = math.inf
-    if math.isinf(value):
-        raise ValueError(
-            f"{said} {value} for {completion}. One infinite reward makes every advantage of its group NaN. Clip the "
-            "reward, or return None where it is undefined."
-        )
-    _refuse_if_large(value, f"{said} {reward} for {completion}")
+    _refuse_if_large(value, f"{said} {value if math.isinf(value) else reward} for {completion}")
     return value
 
 
@@ -218,20 +205,9 @@ def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.
         rewards: (completions, functions), float32, NaN where a function does not apply.
         weights: (functions).
     """
-    if weights is not None and not bool(torch.isfinite(weights).all()):
-        raise ValueError(
-            f"reward_weights={weights.tolist()}: with one that is not finite every advantage is zero or NaN. Give each "
-            f"of {', '.join(names)} a finite weight."
-        )
-    infinite = torch.isinf(rewards).nonzero()
-    if len(infinite):
-        row, column = infinite[0].tolist()
-        raise ValueError(
-            f"Reward {names[column]!r} is {rewards[row, column].item()} for completion {row} of the gathered batch. "
-            "One infinite reward makes every advantage of its group NaN; clip the reward model's output."
-        )
     weights = torch.ones(len(names)) if weights is None else weights
-    largest = (rewards * weights.to(rewards.device)).nan_to_num(nan=0.0).abs().amax(dim=0).tolist()
+    weighted = (rewards * weights.to(rewards.device)).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    largest = weighted.abs().amax(dim=0).tolist()
     for name, weight, value in zip(names, weights.tolist(), largest, strict=True):
         _refuse_if_large(value, f"Reward {name!r} is {value:g} in magnitude, its weight of {weight:g} included")
 
@@ -255,28 +231,25 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
     if not grads:
         raise RuntimeError(
-            f"No trained parameter got a gradient at step {step}, so nothing would be learned: the adapter was "
-            "switched off (disable_adapter_layers, in a callback?), or requires_grad was taken from it. Switch it on "
-            "again, and resume from the last checkpoint."
+            f"No trained parameter got a gradient at step {step}: the adapter was switched off (disable_adapter_layers, in a callback?), or "
+            "requires_grad was taken from it. Switch it on again, and resume from the last checkpoint."
         )
     magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that
     if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:
         return
     if bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
         return
-    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    wrong = [(name, grad) for name, grad in named if not bool(torch.isfinite(grad).all())]
-    if not wrong:  # clipping would make zeros of them, and without it Adam's squares are infinite
-        largest, name = max((float(grad.abs().max()), name) for name, grad in named)
-        raise RuntimeError(
-            f"The norm of the gradient overflows in float32 at step {step}: the largest entry is {largest:.3g}, in "
-            f"{name}. Usual causes: large rewards with scale_rewards='none' (RLOO: normalize_advantages=False). "
-            f"{_STEP_NOT_TAKEN}"
-        )
-    name, grad = wrong[0]
+    named = [(float(p.grad.abs().max()), name) for name, p in model.named_parameters() if p.grad is not None]
+    wrong = [name for size, name in named if not math.isfinite(size)]
+    size, name = max((math.inf if math.isnan(size) else size, name) for size, name in named)
+    what = (
+        f"is not finite in {len(wrong)} of {len(named)} parameters"
+        if wrong
+        else f"has a norm that overflows ({size:.3g})"
+    )
     raise RuntimeError(
-        f"The gradient of {name} is not finite at step {step}: {int((~torch.isfinite(grad)).sum())} of {grad.numel()} "
-        f"entries; {len(wrong)} of {len(named)} parameters are affected. {_STEP_NOT_TAKEN}"
+        f"The gradient {what} at step {step}, e.g. in {wrong[0] if wrong else name}: large rewards with scale_rewards='none' (RLOO: "
+        "normalize_advantages=False)? The step was not taken. Resume from the last checkpoint with a lower learning rate."
     )
 
 
@@ -288,18 +261,13 @@ def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
     """
     if accelerator.mixed_precision == "fp16" or not accelerator.sync_gradients:
         return
-    unknown = "DeepSpeed does not say of which, nor in which process."
-    if accelerator.optimizer_step_was_skipped:
+    norm = engine.get_global_grad_norm()
+    finite = norm is None or 0 <= float(norm) < LARGEST_GRADIENT  # -1 stands for one that is not finite
+    if accelerator.optimizer_step_was_skipped or not finite:
+        taken = "was not taken" if accelerator.optimizer_step_was_skipped else "may have been taken"
         raise RuntimeError(
-            f"The gradient of some parameter, or the norm of all, is not finite at step {step}. {unknown} "
-            f"{_STEP_NOT_TAKEN}"
-        )
-    norm = getattr(engine, "get_global_grad_norm", lambda: None)()
-    if norm is not None and not 0 <= float(norm) < LARGEST_GRADIENT:  # -1 stands for one that is not finite
-        raise RuntimeError(
-            f"The norm of the gradient is {float(norm):g} at step {step}: not finite, or beyond what Adam can square "
-            f"in float32. {unknown} The optimizer step may have been taken, so nothing of it is saved. Resume from the "
-            "last checkpoint with a lower learning rate."
+            f"The norm of the gradient is {norm} at step {step}: not finite, or beyond what Adam can square in float32. The optimizer step {taken}, and "
+            "nothing of it is saved. Resume from the last checkpoint with a lower learning rate."
         )
 
 
@@ -312,9 +280,8 @@ def check_weights(model: nn.Module, step: int) -> None:
     parts = ((name, local_tensor(parameter)) for name, parameter in trained)
     if wrong := not_finite((name, part) for name, part in parts if part.numel()):
         raise RuntimeError(
-            f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the "
-            "optimizer's step overflowed. Nothing was written. Resume from the last checkpoint "
-            "(resume_from_checkpoint=True) with a lower learning_rate."
+            f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the optimizer's step overflowed. "
+            "Nothing was written. Resume from the last checkpoint with a lower learning_rate."
         )
 
 

@@ -56,7 +56,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         args,
         lengths,
         lora_rank=max((config.r for config in adapters), default=0),
-        lora_dropout=max((getattr(config, "lora_dropout", 0.0) for config in adapters), default=0.0),
+        lora_dropout=max((config.lora_dropout for config in adapters), default=0.0),
         dtype_bytes=dtype_bytes_of(compute_dtype(model), args.base_format),
         attention=model.config._attn_implementation or "sdpa",
     )
@@ -68,7 +68,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
     work = dataclasses.replace(
         work,
         packed=args.padding_free is not False and packing.Packing(trainer).reason_against() is None,
-        compiled=compiled_layers.expected(trainer),
+        compiled=args.compile_layers is not False and compiled_layers.reason_against(trainer) is None,
         fused=args.fused_lora and lora_linear.fuses_all(model),
         delta_kernels=is_flash_linear_attention_available(),
         # experts' load is counted, of each completion's own prompt too
@@ -96,22 +96,6 @@ def _to_come(models: Iterable[Any], device: torch.device) -> int:
     return sum(p.nbytes for p in parameters if p.device.type != device.type)
 
 
-def plan_again(trainer: Any, **changed: Any) -> None:
-    """Plan again a trainer's updates that turned out to be computed in another way (`packed`, `compiled`); the engine keeps its KV cache and
-    the tokens of its steps."""
-    before: MemoryPlan = trainer.memory_plan
-    limit = before.kv_bytes if before.work.colocated and before.gpu is not None else before.work.kv_limit
-    work = dataclasses.replace(
-        before.work, **changed, kept_layers=0, kv_limit=limit, batched_tokens=before.work.step_tokens
-    )
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    made = plan_run(shape_of(model.config), work, before.gpu, model_bytes(model), before.max_model_len)
-    made = dataclasses.replace(made, work=dataclasses.replace(made.work, kv_limit=before.work.kv_limit))
-    trainer.memory_plan = made
-    if made.gpu is not None and trainer.accelerator.is_main_process:
-        logger.warning("Planned again, as updates are computed in another way: %s. %s", made.summary(), made.verdict())
-
-
 # --- how updates are computed -------------------------------------------------------------------------------------------------------
 
 
@@ -127,122 +111,135 @@ def prepare_updates(trainer: Any) -> None:
     trainer._packing = packing.Packing(trainer)
     trainer._packing.prepare()
     trainer._compiled = compiled_layers.compile_for(trainer)
-    prepare_recomputation(trainer)
+    Recomputation(trainer).prepare()
 
 
-def prepare_recomputation(trainer: Any) -> None:
-    """Let as many layers of a trainer's model keep their activations as its plan says, at each update anew: where layers turn out not to
-    compile, or a row not to be packed, fewer fit. The others recompute, compiled ones inside."""
-    compiled = trainer._compiled if trainer.args.gradient_checkpointing else None
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    layers = decoder_layers(model)
-    count = 0
-    if trainer.memory_plan is not None:
-        _follow(trainer)
-        count = trainer.memory_plan.work.kept_layers
-    if not count and compiled is None:
-        return
-    if len(layers) < count:
-        logger.warning(
-            "%s has %d layers that can be taken out of gradient checkpointing one by one, and %d need not recompute by the plan: all "
-            "recompute. gradient_checkpointing=False recomputes none.",
-            *(type(model).__name__, len(layers), count),
-        )
+class Recomputation:
+    """Lets as many layers of a trainer's model keep their activations as its plan says, at each update anew: where layers turn out not to compile,
+    or a row not to be packed, fewer fit. The others recompute, compiled ones inside."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def prepare(self) -> None:
+        trainer = self._trainer
+        compiled = trainer._compiled if trainer.args.gradient_checkpointing else None
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        layers = decoder_layers(model)
         count = 0
-    kept = layers[len(layers) - count :]
-    inside = [] if compiled is None else [layer for layer in layers if layer in compiled.layers]
+        if trainer.memory_plan is not None:
+            self._follow()
+            count = trainer.memory_plan.work.kept_layers
+        if not count and compiled is None:
+            return
+        if len(layers) < count:
+            logger.info("%s has no such list of layers, so all recompute.", type(model).__name__)
+            count = 0
+        kept = layers[len(layers) - count :]
+        inside = [] if compiled is None else [layer for layer in layers if layer in compiled.layers]
 
-    def divide() -> None:
-        if compiled is not None:
-            compiled.recompute([layer for layer in inside if layer not in kept])
+        def divide() -> None:
+            if compiled is not None:
+                compiled.recompute([layer for layer in inside if layer not in kept])
 
-    def take_out(*_: Any) -> None:
-        if count and torch.is_grad_enabled():
-            _follow(trainer)
-            too_many = max(0, len(kept) - trainer.memory_plan.work.kept_layers)
-            for layer in kept[:too_many]:
-                layer.gradient_checkpointing = True
-            del kept[:too_many]
-            if too_many:
-                divide()
-        # at each forward: TRL switches the whole model off and on again around each rollout
-        for layer in (*kept, *inside):
-            layer.gradient_checkpointing = False
+        def take_out(*_: Any) -> None:
+            if count and torch.is_grad_enabled():
+                self._follow()
+                too_many = max(0, len(kept) - trainer.memory_plan.work.kept_layers)
+                for layer in kept[:too_many]:
+                    layer.gradient_checkpointing = True
+                del kept[:too_many]
+                if too_many:
+                    divide()
+            # at each forward: TRL switches the whole model off and on again around each rollout
+            for layer in (*kept, *inside):
+                layer.gradient_checkpointing = False
 
-    divide()
-    decoder_of(model).register_forward_pre_hook(take_out)
+        divide()
+        decoder_of(model).register_forward_pre_hook(take_out)
 
-
-def _follow(trainer: Any) -> None:
-    """Plan again where updates are computed in another way than was planned: a model may have failed its trial, a layer may not have compiled."""
-    layers, work = trainer._compiled, trainer.memory_plan.work
-    packed, compiled = trainer._packing.on, layers is not None and not layers.failed
-    if (packed, compiled) != (work.packed, work.compiled):
-        plan_again(trainer, packed=packed, compiled=compiled)
+    def _follow(self) -> None:
+        """Plan again where updates are computed in another way than was planned: a model may have failed its trial, a layer may not have compiled.
+        The engine keeps its KV cache and the tokens of its steps."""
+        trainer, before = self._trainer, self._trainer.memory_plan
+        packed, compiled = trainer._packing.on, trainer._compiled is not None and not trainer._compiled.failed
+        if (packed, compiled) == (before.work.packed, before.work.compiled):
+            return
+        limit = before.kv_bytes if before.work.colocated and before.gpu is not None else before.work.kv_limit
+        work = dataclasses.replace(
+            before.work, packed=packed, compiled=compiled, kept_layers=0, kv_limit=limit, batched_tokens=before.work.step_tokens,
+        )  # fmt: skip
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        made = plan_run(shape_of(model.config), work, before.gpu, model_bytes(model), before.max_model_len)
+        made = dataclasses.replace(made, work=dataclasses.replace(made.work, kv_limit=before.work.kv_limit))
+        trainer.memory_plan = made
+        logger.info("Planned again, as updates are computed in another way: %s. %s", made.summary(), made.verdict())
 
 
 # --- out of memory ------------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def explained(trainer: Any, of_engine: type[Exception]) -> Iterator[None]:
-    """Around a trainer's start, or a training: out of memory, as a message that says where, which setting to change, and from what to resume.
+class OutOfMemory:
+    """Out of memory in a trainer's start or training, as a message that says where, which setting to change, and from what to resume."""
 
-    Args:
-        of_engine: the error of an engine that failed; where it ran out of memory, it keeps its kind and says more.
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
-    Raises:
-        `torch.OutOfMemoryError`: in place of another's.
-    """
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if not isinstance(error, torch.OutOfMemoryError) and not _SHORT.search(str(error)):
+    @contextmanager
+    def explained(self, of_engine: type[Exception]) -> Iterator[None]:
+        """
+        Args:
+            of_engine: the error of an engine that failed; where it ran out of memory, it keeps its kind and says more.
+
+        Raises:
+            `torch.OutOfMemoryError`: in place of another's.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            short = isinstance(error, torch.OutOfMemoryError) or _SHORT.search(str(error))
+            if short and not isinstance(error, of_engine):
+                raise torch.OutOfMemoryError(self._explanation(error)) from error
+            if short:
+                error.args = (f"{error} {self._change(error, 'rollout')}",)
             raise
-        if isinstance(error, of_engine):
-            error.args = (f"{error} {_change(trainer, error, 'rollout')}",)
-            raise
-        raise torch.OutOfMemoryError(_explanation(trainer, error)) from error
 
+    def _explanation(self, error: Exception) -> str:
+        trainer = self._trainer
+        reason = ". ".join(str(error).strip().split("\n")[0].split(". ")[:2]).rstrip(".")
+        if "_monitor" not in vars(trainer):  # it is set when the trainer is complete
+            when = "while the model was loaded" if trainer.memory_plan is None else "when the engine started"
+            return f"Out of memory {when}: {reason}. {self._change(error, 'rollout')}"
+        inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        resume = "No checkpoint was written yet, so the run starts over."
+        if trainer._saved is not None:
+            resume = f"The last whole checkpoint is {trainer._saved}: resume from it (resume_from_checkpoint=True)."
+        at = f"at step {trainer.state.global_step}: {reason}."
+        if "_calculate_rewards" in inside:
+            return f"Out of memory in the rewards {at} Reward functions and reward models are not planned: run them on another GPU. {resume}"
+        part, where = ("rollout", "a rollout") if "_generate" in inside else ("update", "an update")
+        return f"Out of memory in {where} {at} {self._change(error, part)} {resume}"
 
-def _explanation(trainer: Any, error: Exception) -> str:
-    reason = ". ".join(str(error).strip().split("\n")[0].split(". ")[:2]).rstrip(".")
-    if "_monitor" not in vars(trainer):  # it is set when the trainer is complete
-        loading = trainer.memory_plan is None
-        what = "Out of memory while the model was loaded" if loading else "Out of memory when the engine started"
-        return f"{what}: {reason}. {_change(trainer, error, 'rollout')}"
-    inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    saved = trainer._saved
-    resume = "No checkpoint was written yet, so the run starts over."
-    if saved is not None:
-        resume = f"The last whole checkpoint is {saved}: resume from it (resume_from_checkpoint=True)."
-    at = f"at step {trainer.state.global_step}: {reason}."
-    if "_calculate_rewards" in inside:
-        return f"Out of memory in the rewards {at} What reward functions and reward models take is not planned: run them on another GPU. {resume}"
-    part, where = ("rollout", "a rollout") if "_generate" in inside else ("update", "an update")
-    return f"Out of memory in {where} {at} {_change(trainer, error, part)} {resume}"
-
-
-def _change(trainer: Any, error: Exception, part: str) -> str:
-    """What to change, and by how much."""
-    plan: MemoryPlan | None = trainer.memory_plan
-    if plan is None:
-        return "Use base_format='nvfp4', a smaller model or a larger GPU; `qerl-trl plan` says what fits."
-    found = _WANTED.search(str(error))
-    wanted = float(found[1]) * _UNITS[found[2]] if found else GIB
-    missing = round(max(wanted, 0.02 * plan.gpu.total if plan.gpu else 0))
-    if plan.work.utilization is not None:
-        return f"Leave vllm_gpu_memory_utilization={plan.work.utilization:g} out, so that the KV cache is planned from what is free."
-    if part == "rollout" and plan.kv_bytes - 2 * missing >= plan.kv_least > 0:
-        return f"Give the engine less: vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} (it had {plan.kv_bytes})."
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    settings = relief(plan, shape_of(model.config), model_bytes(model), part, missing)
-    planned = f"P{plan.summary()[1:]}."
-    less = f"{missing / GIB:.1f} GiB" if missing >= GIB else f"{missing / 2**20:.1f} MiB"
-    if not settings:
-        engine = ", use_vllm=True" if (part, plan.work.rollout) == ("rollout", "transformers") else ""
-        return f"{planned} No setting was found that takes {less} less: a shorter max_completion_length{engine}, a smaller model or a larger GPU."
-    text = f"{planned} It takes at least {less} less with {' and '.join(settings)}"
-    if not all(identity.may_differ(setting.partition(":")[0]) for setting in settings):
-        text += ", and with allow_other_settings: true to resume a checkpoint"
-    return f"{text}."
+    def _change(self, error: Exception, part: str) -> str:
+        """What to change, and by how much."""
+        plan: MemoryPlan | None = self._trainer.memory_plan
+        if plan is None:
+            return "Use base_format='nvfp4', a smaller model or a larger GPU; `qerl-trl plan` says what fits."
+        found = _WANTED.search(str(error))
+        wanted = float(found[1]) * _UNITS[found[2]] if found else GIB
+        missing = round(max(wanted, 0.02 * plan.gpu.total if plan.gpu else 0))
+        if plan.work.utilization is not None:
+            return f"Leave vllm_gpu_memory_utilization={plan.work.utilization:g} out, so that the KV cache is planned from what is free."
+        if part == "rollout" and plan.kv_bytes - 2 * missing >= plan.kv_least > 0:
+            return f"Give the engine less: vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} (it had {plan.kv_bytes})."
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        settings = relief(plan, shape_of(model.config), model_bytes(model), part, missing)
+        planned = f"P{plan.summary()[1:]}."
+        less = f"{missing / GIB:.1f} GiB" if missing >= GIB else f"{missing / 2**20:.1f} MiB"
+        if not settings:
+            engine = ", use_vllm=True" if (part, plan.work.rollout) == ("rollout", "transformers") else ""
+            return f"{planned} No setting was found that takes {less} less: a shorter max_completion_length{engine}, a smaller model or a larger GPU."
+        text = f"{planned} It takes at least {less} less with {' and '.join(settings)}"
+        if not all(identity.may_differ(setting.partition(":")[0]) for setting in settings):
+            text += ", and with allow_other_settings: true to resume a checkpoint"
+        return f"{text}."

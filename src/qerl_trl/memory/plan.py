@@ -337,7 +337,9 @@ def relief(plan: MemoryPlan, shape: Shape, model: ModelBytes, part: str, missing
 
     def taken(made: MemoryPlan) -> int:
         cache = 0 if part == "update" and made.work.sleep else plan.kv_bytes
-        return sum(getattr(row, part) for row in made.parts if row.name != _KV_CACHE) + cache
+        return (
+            sum(row.update if part == "update" else row.rollout for row in made.parts if row.name != _KV_CACHE) + cache
+        )
 
     for settings, changed in _alternatives(plan.work):
         if taken(plan) - taken(_add_up(shape, changed, plan.gpu, model, plan.max_model_len)) >= missing:
@@ -369,8 +371,6 @@ OTHERS = {
     "RTX 4060": 8, "RTX 5060": 8, "RTX 4070": 12, "RTX 5070": 12, "RTX 4060 Ti": 8, "RTX 5070 Ti": 16, "A10G": 24, "A30": 24,
     "A40": 48, "L40": 48, "RTX 6000 Ada": 48, "H100 NVL": 94, "GH200": 96, "B300": 288,
 }  # fmt: skip
-#: still sold in data centres, without bf16 matrix units
-_TOO_OLD = ("P100", "V100", "T4", "RTX 2080 Ti")
 _SIZE = r"\b(\d+) ?gi?b\b"
 _NO_MATTER = r"\b(nvidia|geforce|tesla|generation|laptop|gpu|pcie|sxm\d?|hbm\d?e?)\b|\brtx(?=\W|\d)"
 
@@ -381,17 +381,15 @@ def gpu_of_card(name: str) -> Gpu:
     A GB is a billion bytes, which is also about what the driver leaves of a binary one.
 
     Raises:
-        `ValueError`: it is not known, or too old.
+        `ValueError`: it is not known.
     """
     known = {_plain(card): size for card, size in (CARDS | OTHERS).items()}
     plain, said = _plain(name), re.search(_SIZE, name.lower())
     if plain in known:
         return Gpu((int(said[1]) if said else known[plain]) * 10**9)
-    if plain in map(_plain, _TOO_OLD):
-        raise ValueError(
-            f"--card {name!r} is older than Ampere (compute capability 8.0), which bf16 and the kernels need."
-        )
-    raise ValueError(f"--card {name!r} is none of {', '.join(CARDS | OTHERS)}. Say its memory instead: --gpu-gib.")
+    raise ValueError(
+        f"--card {name!r} is older than Ampere (compute capability 8.0, for bf16), or is none of {', '.join(CARDS | OTHERS)}. Give --gpu-gib instead."
+    )
 
 
 def _plain(name: str) -> str:

@@ -24,9 +24,8 @@ ASSUMED_PROMPT = 1024
 SHORTEST_ENGINE = 64
 #: prompts that are tokenized at a time
 _TOKENIZED_AT_ONCE = 1000
-#: what `TrainingArguments.optim` calls bitsandbytes' AdamW, and how its other optimizers' names begin
+#: what `TrainingArguments.optim` calls bitsandbytes' AdamW
 _ADAMW_OF_BITSANDBYTES = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
-_OTHERS_OF_BITSANDBYTES = ("ademamix", "lion_", "rmsprop_bnb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +113,7 @@ class Workload:
 
     def under_fsdp(self) -> "Workload":
         """The same with the trainer's weights shared out, and an engine's of its own. Processes gather the weights of each layer together, and each
-        plans for itself, so all layers recompute unless it is said how many.
-
-        Raises:
-            `ValueError`: an optimizer that cannot step them.
-        """
+        plans for itself, so all layers recompute unless it is said how many."""
         recomputed, optimizer = self._said_or_all, optimizer_under_fsdp(self.optimizer)
         return dataclasses.replace(
             self, share_weights=False, sharded=True, gradient_checkpointing=recomputed, optimizer=optimizer
@@ -194,7 +189,7 @@ def workload_of(
         completions=engine.get("max_num_seqs", completions),
         accumulation=args.gradient_accumulation_steps,
         lora_rank=lora_rank,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
+        optimizer=args.optim.value,
         gradient_checkpointing=None if args.recompute_as_needed else args.gradient_checkpointing,
         base_format=args.base_format,
         dtype_bytes=dtype_bytes,
@@ -286,23 +281,19 @@ def run_lengths(trainer: Any) -> Lengths:
     if limit is not None:
         too_long = sum(length >= limit for length in lengths)
         short = sum(length + completion > limit for length in lengths)
-        if too_long:
+        needed = completion if not args.use_vllm else 1
+        count = too_long if args.use_vllm else short
+        if count:
             raised = "" if who == "the model" else ", or raise vllm_max_model_length"
             raise ValueError(
-                f"{too_long} of {len(lengths)} prompts leave no token for a completion: the longest has {longest} tokens with its chat "
-                f"template, and {who} takes {limit} in all. Filter them out of the dataset{raised}."
-            )
-        if short and not args.use_vllm:
-            raise ValueError(
-                f"{short} of {len(lengths)} prompts leave less than max_completion_length={completion} tokens for a completion: the longest "
-                f"has {longest} tokens with its chat template, and the model takes {limit} in all. Lower max_completion_length to "
-                f"{limit - longest}, or filter them out of the dataset."
+                f"{count} of {len(lengths)} prompts leave less than {needed} tokens for a completion: the longest has {longest} tokens with its chat "
+                f"template, and {who} takes {limit} in all. Filter them out of the dataset{raised}, or lower max_completion_length."
             )
         if short:
             logger.warning(
-                "%d of %d prompts leave less than max_completion_length=%d tokens for a completion: the longest has %d tokens with its "
-                "chat template, and %s takes %d in all. Their completions are cut short.",
-                short, len(lengths), completion, longest, who, limit,
+                "%d of %d prompts leave less than max_completion_length=%d tokens for a completion: the longest has %d tokens with its chat template, and "
+                "%s takes %d in all. Their completions are cut short.",
+                *(short, len(lengths), completion, longest, who, limit),
             )  # fmt: skip
         completion = min(completion, limit - min(lengths))
         longest = min(longest, limit - completion) if longest + completion > limit else longest
@@ -325,9 +316,8 @@ def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Seq
     total, prompt = max(((len(p) + len(c), len(p)) for p, c in pairs), default=(0, 0))
     if limit is not None and total > limit:
         raise ValueError(
-            f"A prompt of {prompt} tokens with its completion of {total - prompt} is longer than the model takes, {limit} tokens in all "
-            "(max_position_embeddings), and was not trained on. Leave such prompts out of the data, the rollout function or the "
-            "environment, or lower max_completion_length."
+            f"A prompt of {prompt} tokens with its completion of {total - prompt} is longer than the model takes, {limit} tokens "
+            "(max_position_embeddings). Leave such prompts out, or lower max_completion_length."
         )
 
 
@@ -348,17 +338,16 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
     for dataset in datasets:
         if not isinstance(dataset, Dataset) or {"image", "images"} & set(dataset.column_names):
             return
-    known = getattr(trainer.model.config.get_text_config(), "vocab_size", None)
+    known = trainer.model.config.get_text_config().vocab_size
     for dataset in datasets:
         prompts = dataset.select_columns("prompt")
         for start in range(0, len(prompts), _TOKENIZED_AT_ONCE):
             batch = prompts[start : start + _TOKENIZED_AT_ONCE]["prompt"]
             for ids in trainer._tokenize_prompts(batch)[0]:
-                if known is not None and max(ids, default=0) >= known:
+                if max(ids, default=0) >= known:
                     raise ValueError(
-                        f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size): the tokenizer is another model's, or "
-                        "tokens were added to it. Pass the model's own tokenizer as processing_class, or a base whose embeddings were resized "
-                        "(resize_token_embeddings)."
+                        f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size). Pass the model's own tokenizer as "
+                        "processing_class, or a base whose embeddings were resized (resize_token_embeddings)."
                     )
                 yield len(ids)
 
@@ -375,15 +364,5 @@ def optimizer_under_fsdp(name: str) -> str:
 
     bitsandbytes' kernels take whole tensors ("got mixed torch.Tensor and DTensor" at the first step). Its AdamW has an equal in torch: the
     same numbers, not rounded to 8 bits, 8 bytes per trained parameter over all processes together.
-
-    Raises:
-        `ValueError`: another one of bitsandbytes, which has none.
     """
-    if name in _ADAMW_OF_BITSANDBYTES:
-        return "adamw_torch_fused"
-    if name.removeprefix("paged_").startswith(_OTHERS_OF_BITSANDBYTES):
-        raise ValueError(
-            f"optim={name!r} is bitsandbytes', which cannot step parameters that FSDP shares out between processes. Use optim='adamw_torch_fused', "
-            "whose state is shared out too, or plain data parallelism."
-        )
-    return name
+    return "adamw_torch_fused" if name in _ADAMW_OF_BITSANDBYTES else name

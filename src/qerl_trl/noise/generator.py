@@ -79,13 +79,6 @@ def standard_noises(
     return flat if plan.keep is None else flat[plan.keep]
 
 
-def sample(device: torch.device) -> str:
-    """A digest of some numbers: another one where the same key would give other noise, in another version or on a device that computes
-    otherwise."""
-    numbers = standard_noises(0, 1, 2, ["sample"], [1001], device)
-    return hashlib.blake2b(numbers.cpu().numpy().astype("<f4").tobytes(), digest_size=8).hexdigest()
-
-
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finalizer, on int64 that stand for unsigned integers."""
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):

@@ -7,8 +7,9 @@
 | `RankWithoutEngine` | here | server mode, every other process: takes part where the main process asks the server |
 
 Every process calls every method, in the same order. What changes an engine (`put_...`, `set_noise`) invalidates cached attention
-states; `reset_prefix_cache` must follow before the next `generate`. `put` is all of it, which a server takes as one request.
+states; `reset_prefix_cache` must follow before the next `generate`. `put` is all three, which a server takes as one request.
 """
+# ruff: noqa: B027  (an engine has the methods that it needs)
 
 import functools
 import hashlib
@@ -28,8 +29,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from ..noise.hooks import NoiseDraw
 
-#: the server's paths for the trainer alone (vllm/worker.py): a method of the worker extension, and the port for updates from another host
-CALL, LISTEN = "/qerl/call", "/qerl/listen"
+#: the server's path for the trainer alone (vllm/worker.py): POST calls a method of the worker extension, PUT brings an update from another host
+CALL = "/qerl/call"
 #: the worker extension
 WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
 #: seconds that a request to them may take
@@ -70,7 +71,9 @@ def _digest(names: list[str], sums: torch.Tensor) -> str:
 
 def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> str:
     """Of an adapter and trained norms, as the trainer has them."""
-    halves = ((f"{half}:{name}*{t.scaling}", getattr(t, half)) for name, t in adapter.items() for half in "ab")
+    halves = []
+    for name, t in adapter.items():
+        halves += [(f"a:{name}*{t.scaling}", t.a), (f"b:{name}*{t.scaling}", t.b)]
     return fingerprint([*halves, *norms.items()])
 
 
@@ -144,31 +147,25 @@ class Contents(NamedTuple):
 class Engine(ABC):
     """One engine, as a process of the trainer sees it."""
 
-    @abstractmethod
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
         """Replace the adapter, by canonical layer names, and the clean weights of the trained norms. Layers that are not named have no
         adapter afterwards; noise in force stays in force, on top of the norms. Raises `RuntimeError` or `ValueError` where the engine cannot take it;
         it then computes with what it had before, to the last bit."""
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace weights of a model that is trained without an adapter, by canonical names. Noise in force stays in force. Raises
-        [`RolloutError`] where the engine does not compute with them afterwards, or cannot take any."""
-        raise RolloutError(
-            f"{type(self).__name__} takes adapters only. Train every weight with vllm_mode='colocate' or use_vllm=False."
-        )
+        """Replace weights of a model that is trained without an adapter, by canonical names, where the engine takes any. Noise in force stays in
+        force. Raises [`RolloutError`] where the engine does not compute with them afterwards."""
 
-    @abstractmethod
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         """Put the noise of `draw` on `norms` (canonical names, always the same ones); sigma 0 restores every bit.
         Returns the rms of what was added to the weights that the engine computes with; None where this process has no engine."""
 
-    @abstractmethod
     def reset_prefix_cache(self) -> None:
         """Forget cached attention states. Raises [`RolloutError`] where the engine refuses."""
 
     def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
         """`put_adapter`, where there is an update; then `set_noise` on the norms `noisy`, where there is a draw; then `reset_prefix_cache`.
-        Returns as `set_noise`; None without a draw. An update or a draw that is refused has changed nothing."""
+        Returns as `set_noise`; None without a draw. An update that is refused has changed nothing."""
         if update is not None:
             self.put_adapter(update.adapter, update.norms)
         effective = None if draw is None else self.set_noise(noisy, draw)
@@ -187,10 +184,10 @@ class Engine(ABC):
     def trl_attributes(self) -> dict[str, Any]:
         """What TRL's `VLLMGeneration.generate` reads from `self` for this engine: `llm` or `vllm_client`."""
 
-    def sleep(self) -> None:  # noqa: B027  (most engines never sleep)
+    def sleep(self) -> None:
         """Give memory back that only generation needs. No other method but `wake` and `close` may be called until `wake`."""
 
-    def wake(self) -> None:  # noqa: B027
+    def wake(self) -> None:
         """Undo `sleep`; nothing when awake. Raises [`RolloutError`] where other weights came back than went to sleep."""
 
     @abstractmethod
@@ -199,26 +196,16 @@ class Engine(ABC):
 
 
 class RankWithoutEngine(Engine):
-    """A process whose completions come from the main process's server."""
-
-    def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        """The main process sends it."""
-
-    def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
-        return None  # the main process sends the draw
+    """A process whose completions come from the main process's server, which is the one to change it."""
 
     def contents(self) -> Contents | None:
-        return None  # the main process asks
-
-    def reset_prefix_cache(self) -> None:
-        """The main process asks for it."""
+        return None
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         counts, _ = gather_prompts(prompts)
         payload: list[list[Completion] | None] = [None]
         broadcast_object_list(payload, from_process=0)
-        if payload[0] is None:
-            raise RolloutError("The main process got no completions from the server; its error says why.")
+        assert payload[0] is not None, "the main process got no completions from the server; its error says why"
         rank = PartialState().process_index
         start = sum(counts[:rank])
         return payload[0][start : start + counts[rank]]
@@ -341,8 +328,8 @@ def rounded(
     return torch.stack(sums), torch.stack(finite)
 
 
-#: environment variables: the secret that server and trainer share, and the port for updates between hosts (any free one by default)
-SECRET, PORT = "QERL_SERVER_SECRET", "QERL_SERVER_DATA_PORT"
+#: environment variable with the secret that server and trainer share
+SECRET = "QERL_SERVER_SECRET"
 
 
 def secret() -> str:
@@ -350,7 +337,7 @@ def secret() -> str:
     value = os.environ.get(SECRET, "").strip()
     if not value:
         raise RuntimeError(
-            f"{SECRET} is not set, so anybody could change what the server computes. Set the same value for the server and the trainer:\n"
+            f"{SECRET} is not set, so anybody could change what the server computes. Set it for server and trainer:\n"
             f"""export {SECRET}=$(python3 -c "import secrets; print(secrets.token_hex(32))")"""
         )
     return value

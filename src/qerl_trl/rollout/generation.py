@@ -37,8 +37,8 @@ from ..support.time_limit import deadline
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .probe import Probe, ProbeResult, check_contents, report, run_prompts
 from .spec import EngineSpec, at_a_time, check_vocabulary, pictures_may_come
-from .supported import check_sharding, placed_in_training
-from .weights import TrainedAdapter, TrainedWeights, trained_part
+from .supported import placed_in_training
+from .weights import DTYPES, TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
 NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
@@ -62,14 +62,13 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        chosen = sampling_arguments(trainer, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
+        chosen = sampling_arguments(trainer.eos_token_ids, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
 
     # ------------------------------------------------------------------ start
 
     def _init_vllm(self) -> None:
-        check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
         check_vocabulary(self.model)
         self.trained = trained_part(self.model)
         self.waits = placed_in_training(self.accelerator)
@@ -112,7 +111,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         if self.trainer.args.rollout_probe == "off":
             return
         prompts = run_prompts(self.trainer, self.processing_class, self.max_model_length)
-        dtype = getattr(torch, self.spec.dtype)
+        dtype = DTYPES[self.spec.dtype]
         self._probe = Probe(self.engine, self.model, prompts, self.accelerator.device, dtype)
         self.probe_result, self._clean = self._probe.adapter(self.sync_weights)
         self._clean_stamp = self.trained.stamp()
@@ -156,13 +155,17 @@ class QeRLVLLMGeneration(VLLMGeneration):
             )
 
     def _build_engine(self) -> Engine:
-        args = self.trainer.args
+        args, trainer = self.trainer.args, self.trainer
+        held_out = trainer.eval_dataset
+        data = [trainer.train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])]
+        # RLOO has none of the three
+        plays = any(vars(trainer).get(name) for name in ("tools", "environments", "rollout_func"))
         self.spec = EngineSpec.of(
             self.model,
             scale_rule=args.scale_rule,
             dtype=self._compute_dtype(),
             revision=(args.model_init_kwargs or {}).get("revision"),
-            pictures=pictures_may_come(self.trainer, self.processing_class),
+            pictures=pictures_may_come(self.processing_class, data, plays),
             max_model_len=self.max_model_length,
             max_num_seqs=at_a_time(args, self.mode, self.max_num_seqs),
             model_impl=self.model_impl,
@@ -207,9 +210,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         wanted = args.share_weights and isinstance(self.trained, TrainedAdapter)
         self.shared = wanted and tp == 1 and not is_sharded(self.model)
         if wanted and not self.shared:
-            logger.warning(
-                "share_weights=True needs one unsharded process per engine: vLLM gets a copy. Set share_weights=False, or vllm_tensor_parallel_size=1.",
-            )
+            logger.info("The engine has a copy of the weights: it is sharded, or the trainer is.")
         sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent would sleep at level 2
         placement = {
             "tensor_parallel_size": tp,
@@ -314,7 +315,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, draw: NoiseDraw | None
     ) -> list[Completion]:
-        check_lengths(prompts, sampling.max_tokens, self.max_model_length)
         sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
         with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
@@ -341,12 +341,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 with self._engine_errors():
                     self._prepare(draw)
                 self._inside = True
-                try:
-                    yield
-                except BaseException:
-                    with contextlib.suppress(Exception):  # the engine may be dead; the error that says so is on its way
-                        self.engine.sleep()
-                    raise
+                yield
                 with self._engine_errors():
                     self._check()
                     self.engine.sleep()
@@ -380,10 +375,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             yield
         except RolloutError:
             raise
-        except Exception as error:
-            # TRL's client raises plain Exception; anything narrower of another kind is a bug to show as it is
-            if type(error) is not Exception and not isinstance(error, RuntimeError | OSError | AssertionError):
-                raise
+        except (RuntimeError, OSError, AssertionError) as error:  # anything else is a bug, to show as it is
             raise RolloutError(
                 f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "
                 f"{type(error).__name__}: {error}."
@@ -424,23 +416,9 @@ class StartsEngine(TrainerCallback):
         self._generation.start()
 
 
-def sampling_arguments(trainer: Any, mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling arguments: the user's, the trainer's end tokens, and in process no text, which TRL does not read and which
+def sampling_arguments(ends: list[int], mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling arguments: the user's, the trainer's `ends`, and in process no text, which TRL does not read and which
     takes as long as a step of the GPU. With `stop` vLLM looks for words in it."""
-    ends = {} if chosen.get("ignore_eos") else {"stop_token_ids": trainer.eos_token_ids}
+    stop = {} if chosen.get("ignore_eos") else {"stop_token_ids": ends}
     text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
-    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | ends
-
-
-def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | None) -> None:
-    """Whether prompts and their completions fit an engine of `limit` tokens; warns where only the completions may not."""
-    longest = max(map(len, prompts), default=0)
-    if limit is None or longest + max_tokens <= limit:
-        return
-    text = (
-        f"The longest prompt has {longest} tokens; with {max_tokens} new ones that is beyond the engine's {limit}. Give "
-        "the trainer these prompts as eval_dataset, so that the engine is built for them, or raise vllm_max_model_length."
-    )
-    if longest >= limit:
-        raise ValueError(text)
-    logger.warning("%s Completions that get there are cut off.", text)
+    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | stop

@@ -7,11 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..noise.generator import sample as noise_sample
 from ..nvfp4.linear import NVFP4Linear
 from ..support.names import canonical_name
 from .spec import LOGPROBS_MODE, EngineSpec, active_adapter, linear_layers, rollout_layers, trained_norms
@@ -55,10 +53,8 @@ def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str,
         found.append(f"its log-probabilities are {first['logprobs_mode']}, not {LOGPROBS_MODE}")
     if spec.max_model_len is not None and first["max_model_len"] < spec.max_model_len:
         found.append(f"its longest sequence is {first['max_model_len']} tokens, the trainer's {spec.max_model_len}")
-    if spec.batch_invariant and not first["options"].get("batch_invariant"):
+    if spec.batch_invariant and not first["batch_invariant"]:
         found.append("it was started without batch-invariant kernels, and vllm_batch_invariant=True asks for them")
-    if first["noise"] != noise_sample(torch.device("cpu")):
-        found.append("it draws other noise from the same key (another version of qerl-trl)")
     groups: dict[str, list[str]] = defaultdict(list)
     rule = first["options"].get("scale_rule", "rtn")
     causes = {"norm": "another checkpoint, or an earlier run trained them on this server"}

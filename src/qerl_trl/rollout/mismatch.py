@@ -190,13 +190,6 @@ class MismatchWatch:
             noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
             bounds: of the gap, if the log-probabilities are right.
         """
-        if found.nan_logps:
-            logger.warning(
-                "The engine returned no finite log-probability for %d tokens at step %d (rollout/nan_logps); they are not corrected. If this "
-                "stays so, restart the engine.",
-                found.nan_logps,
-                step,
-            )
         if self.threshold is None or found.mismatch_kl is None:
             return
         assert found.logp_gap is not None and found.logp_gap_error is not None
@@ -232,7 +225,7 @@ class MismatchWatch:
         self._beyond[kind] = self._beyond[kind] + 1 if beyond else 0
         if self._beyond[kind] >= self.PERSISTENT:
             raise RuntimeError(
-                f"{what} It was {self.STOP} times that in {self.PERSISTENT} rollouts in a row. {remedy} Then resume from the last checkpoint, or set "
+                f"{what} It was {self.STOP} times that in {self.PERSISTENT} rollouts in a row. {remedy} Then resume, or set "
                 "rollout_mismatch_threshold (None: no limit)."
             )
         if not value <= limit:
@@ -323,7 +316,7 @@ def corrected(trainer: OnlineTrainer, batch: Mapping[str, Any] | None = None) ->
 
 def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor | None:
     """Log-probabilities (B, T) that vLLM returned for the completions `like` of this rollout, where TRL's trainer (RLOO) drops them."""
-    rows = getattr(getattr(trainer, "vllm_generation", None), "sampled_logps", None)
+    rows = trainer.vllm_generation.sampled_logps
     if rows is None or len(rows) != len(like):
         return None
     logps = torch.zeros(like.shape, dtype=torch.float32)

@@ -182,12 +182,8 @@ class Probe:
                 result = ProbeResult(known.difference, known.rounding, FLOOR[self.dtype])
                 if layers and result.fault is None:
                     result = self._compared("adapter", FRACTIONS, known, sample, adapt)
-            except BaseException:
+            finally:
                 restore()
-                with contextlib.suppress(RuntimeError, ValueError, OSError):  # an engine that failed may fail again
-                    sync()
-                raise
-            restore()
             sync()
             return result, as_it_is
 
@@ -311,7 +307,7 @@ def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) 
     longest = (PROMPT_TOKENS if torch.cuda.is_available() else 16) + _NEW_TOKENS
     longest = min(longest, max_model_len or longest)
     tokens: list[list[int]] = []
-    if not getattr(trainer, "_is_vlm", False):
+    if not trainer._is_vlm:
         rows = itertools.islice(iter(trainer.train_dataset), 64)
         texts = [maybe_apply_chat_template({"prompt": row["prompt"]}, processing_class)["prompt"] for row in rows]
         tokens = processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -322,12 +318,14 @@ def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:
     """Log a result; warn where it is undecided or a fault."""
     logger.info("%s: %s", name, result)
     if result.undecided:
-        logger.warning("%s: %s. Training starts unchecked; rollout_probe='off' skips this.", name, result)
-    elif result.fault is not None:
-        text = f"{name}: vLLM and the trainer disagree, {result.fault}."
+        text = f"{name}: {result}. Training starts unchecked; rollout_probe='off' skips this."
+    elif result.fault is None:
+        return
+    else:
+        text = f"{name}: vLLM and the trainer disagree, {result.fault}. {remedy}."
         if mode == "refuse":
-            raise RolloutError(f"{text} {remedy}, or train anyway with rollout_probe='warn'.")
-        logger.warning("%s %s.", text, remedy)
+            raise RolloutError(f"{text} rollout_probe='warn' trains anyway.")
+    logger.warning("%s", text)
 
 
 def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -356,7 +354,7 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
     measured: dict[nn.Module, torch.Tensor] = {}
 
     def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        bias = cast(torch.Tensor | None, getattr(module, "bias", None))
+        bias = cast(nn.Linear, module).bias
         product = output.float() if bias is None else output.float() - bias.float()
         measured[module] = product.square().mean(-1).sqrt().flatten()
 
@@ -369,26 +367,22 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
             handle.remove()
 
 
-_SYNC = "Only the trainer may write into the engine. If nobody else does, report it"
-
-
 def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) -> None:
     """Refuse an engine that does not compute with what the trainer put there last: the weights of fingerprint `put`, the noise of `draw`."""
+    wrong = []
     if contents.received != put:
-        raise RolloutError(
-            f"The engine does not hold the trainer's latest weights (it has update {contents.received}, not {put}), so the rollout came from a "
-            f"stale policy. {_SYNC}."
-        )
+        wrong.append(f"it has update {contents.received}, not {put}, so the rollout came from a stale policy")
     sigma, wanted = (0.0 if noise is None else noise.sigma for noise in (contents.draw, draw))
     if (sigma or wanted) and contents.draw != draw:
         left = "noise was left on" if not wanted else "its noise is missing" if not sigma else "it has another noise"
-        raise RolloutError(
-            f"The engine's norms carry {_noise(contents.draw)} and should carry {_noise(draw)}: {left}. {_SYNC}."
-        )
+        wrong.append(f"its norms carry {_noise(contents.draw)} and should carry {_noise(draw)}: {left}")
     if contents.damaged:
+        named = ", ".join(contents.damaged[:4])
+        wrong.append(f"{len(contents.damaged)} tensors changed since ({named}): the copy was lost or made by half")
+    if wrong:
         raise RolloutError(
-            f"The engine no longer holds what was put into it, in {len(contents.damaged)} tensors ({', '.join(contents.damaged[:4])}): the copy was "
-            f"lost or made by half. {_SYNC}."
+            f"The engine does not hold what the trainer put there last: {'; '.join(wrong)}. Only the trainer may write into "
+            "the engine. If nobody else does, report it."
         )
 
 

@@ -62,12 +62,11 @@ def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
     tokenizer = text_tokenizer(processing_class)
     config = model.config.get_text_config(decoder=True)
     own = _listed(model.generation_config.eos_token_id) or _listed(getattr(config, "eos_token_id", None))
-    ends = [*_listed(getattr(tokenizer, "eos_token_id", None)), *own]
+    ends = [*_listed(tokenizer.eos_token_id), *own]
     turn = _turn_end(processing_class, tokenizer, template)
     if turn is not None and turn not in ends:
         ends.append(turn)
-        said = "The chat template ends an answer with %s, which the tokenizer and the model do not. Completions end there too."
-        logger.warning_once(said, tokenizer.convert_ids_to_tokens(turn))
+        logger.info("Completions end at the chat template's %s too.", tokenizer.convert_ids_to_tokens(turn))
     return [token for token in dict.fromkeys(ends) if token < config.vocab_size]  # vLLM refuses any other
 
 
@@ -77,7 +76,7 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 def _turn_end(processing_class: Any, tokenizer: Any, template: dict[str, Any]) -> int | None:
     """The special token right after the text of an answer, where there is one."""
-    if not (template.get("chat_template") or getattr(processing_class, "chat_template", None)):
+    if not (template.get("chat_template") or processing_class.chat_template):
         return None
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "it-is-2"}]
     try:
@@ -115,6 +114,5 @@ def save_generation_config(folder: str | Path, model: Any, processing_class: Any
     generation.eos_token_id = end_tokens(model, processing_class) or None
     try:
         generation.save_pretrained(folder)
-    except ValueError as error:
-        logger.warning("generation_config.json contradicts itself, and is kept: %s", str(error).splitlines()[0])
+    except ValueError:
         write_json_atomically(Path(folder, "generation_config.json"), generation.to_diff_dict())

@@ -1,18 +1,17 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-An update goes through memory that trainer and server share, or between hosts as one HTTP body (weights.py); noise goes as four numbers. The
-server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
+An update goes through memory that trainer and server share, or between hosts as the body of a request (weights.py); noise goes as four numbers.
+The server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
 not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
 """
 
 import contextlib
-import ipaddress
 import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,11 +26,8 @@ from trl.generation.vllm_client import VLLMClient
 from ..noise.hooks import NoiseDraw
 from .engine import (
     CALL,
-    LISTEN,
     MESSAGE_TIMEOUT,
-    PORT,
     SECRET,
-    AdapterTensors,
     Completion,
     Contents,
     Engine,
@@ -44,8 +40,8 @@ from .engine import (
     secret,
 )
 from .handshake import differences
-from .spec import EngineSpec
-from .weights import SharedMemory, UpdateLayout, checksum_of
+from .spec import LOGPROBS_MODE, EngineSpec
+from .weights import DTYPES, SharedMemory, UpdateLayout, checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +57,6 @@ CONCURRENCY = 256
 
 class Client(VLLMClient):
     """TRL's client with the server's secret, the trainer's own calls, and a seed for each prompt."""
-
-    #: a rank's answer to `qerl_describe`; where updates go over the network; another one after a restart of the server
-    description: Mapping[str, Any]
-    data_url = run = ""
 
     def __init__(self, url: str, secret: str, timeout: float) -> None:
         self._secret = secret
@@ -92,42 +84,19 @@ class Client(VLLMClient):
         request.headers["Authorization"] = bearer(self._secret)
         return request
 
-    def call(self, method: str, *args: str, reset: bool = False) -> list[dict]:
-        """One method of the worker extension on every rank, then the reset of the prefix cache; "" for the reset alone."""
-        told = {"method": method, "args": args, "reset": reset}
-        content = self._post(self.base_url + CALL, json=told, timeout=MESSAGE_TIMEOUT)
-        answers = content.get("results", [])
-        self.run = answers[0].get("run") if answers else self.run
-        for answer in answers:
-            if "error" in answer:
-                raise RolloutError(f"The server at {self.base_url} refused {method}: {answer['error']}")
-        if reset and not content["reset"]:
-            raise RolloutError(
-                f"The server at {self.base_url} did not reset its prefix cache, because requests are still running. Let no other client use it, "
-                "and wait until an abandoned rollout has ended."
-            )
-        return answers
-
-    def reset_prefix_cache(self) -> None:
-        self.call("", reset=True)
-
-    def listen(self) -> None:
-        """Let the server take updates over the network."""
-        parts, port = urlsplit(self.base_url), self._post(self.base_url + LISTEN, timeout=MESSAGE_TIMEOUT)["port"]
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        self.data_url = f"{parts.scheme}://{host}:{port}/"
+    def call(self, method: str, *args: str) -> list[dict]:
+        """One method of the worker extension on every rank; after `qerl_put` the prefix cache is reset."""
+        content = self._post(self.base_url + CALL, json={"method": method, "args": args}, timeout=MESSAGE_TIMEOUT)
+        refused = [answer["error"] for answer in content["results"] if "error" in answer]
+        if not (refused or content["reset"]):
+            refused = ["it did not reset its prefix cache, because requests are running. Let no other client use it"]
+        if refused:
+            raise RolloutError(f"The server at {self.base_url} refused {method}: {refused[0]}")
+        return content["results"]
 
     def upload(self, data: Any) -> str:
         """Send an update to the server's host; the name of the memory that holds it there."""
-        try:
-            response = self.session.put(self.data_url, data=data, timeout=MESSAGE_TIMEOUT)
-            response.raise_for_status()
-            return response.text
-        except requests.RequestException as error:
-            raise RolloutError(
-                f"The update could not be sent to {self.data_url} ({error}). Open this port, or choose one by {PORT} in the server's "
-                "environment; for a container on this host use --ipc=host."
-            ) from error
+        return _content(self.session.put(self.base_url + CALL, data=data, timeout=MESSAGE_TIMEOUT))["memory"]
 
     def _get(self, url: str, **kwargs: Any) -> dict:
         return _content(self.session.get(url, timeout=MESSAGE_TIMEOUT, **kwargs))
@@ -143,7 +112,7 @@ class Client(VLLMClient):
 
     def get_server_info(self) -> dict:
         """What TRL's trainer reads of vLLM's settings, without the development mode that serves them."""
-        return {"model_config": {"logprobs_mode": self.description["logprobs_mode"]}}
+        return {"model_config": {"logprobs_mode": LOGPROBS_MODE}}  # as `differences` has seen
 
     def generate(self, prompts: list, features: list | None = None, *args: Any, **kwargs: Any) -> dict:
         """As TRL's. A `seed` in `generation_kwargs` may be a list, one for each prompt, or [`Seeds`], which prompts with pictures go without."""
@@ -184,22 +153,31 @@ class ServerEngine(Engine):
     """A connection to the server at `url`, checked against the trainer's PEFT model and its `spec`. Waits `timeout` seconds for an answer."""
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
-        self.spec, self.url, self._model = spec, url, model
-        try:
-            self.client = Client(url, secret(), timeout)
-        except (OSError, RuntimeError) as error:
-            kind = ConnectionError if isinstance(error, OSError) else RuntimeError
-            raise kind(f"{error}\n{self._advice()}") from error
+        self.spec, self.url = spec, url
         self._layout, self._flat = UpdateLayout(()), torch.empty(0, dtype=torch.uint8)
         self._memory: SharedMemory | None = None
-        self._sums: dict[str, str] = {}  # of the update in `_flat`
+        probe = None
+        with contextlib.suppress(OSError):  # no /dev/shm
+            probe = SharedMemory(1, torch.device("cpu"))
+        try:
+            self.client = Client(url, secret(), timeout)
+            ranks = self.client.call("qerl_describe", probe.name if probe else "")
+            self._local = all(rank["same_host"] for rank in ranks)
+            found = differences(spec, model, ranks)
+        except (OSError, RuntimeError, KeyError) as error:  # KeyError: the answer of another version
+            kind = ConnectionError if isinstance(error, OSError) else RuntimeError
+            what = f"{type(error).__name__}: {error}"
+            raise kind(f"The server at {url} does not serve this trainer: {what}\n{self._advice()}") from error
+        if found:
+            listed = "".join(f"\n  - {difference}" for difference in found)
+            raise RuntimeError(f"The server at {url} does not run the trainer's model:{listed}\n{self._advice()}")
         if urlsplit(url).scheme != "https" and not _is_loopback(url):
             logger.warning(
-                "%s is neither a loopback address nor https: secret, adapter, prompts and completions are not encrypted. Use vLLM's "
-                "--ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
+                "%s is neither loopback nor https, so the secret, the adapter and all texts are not encrypted. Use "
+                "vLLM's --ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
                 url,
             )
-        self._check()
+        logger.info("Updates go to %s %s.", url, "through /dev/shm" if self._local else "over the network")
 
     def _advice(self) -> str:
         asked = urlsplit(self.url)
@@ -207,95 +185,39 @@ class ServerEngine(Engine):
         command = self.spec.serve_command(host, asked.port)
         return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
-    def _check(self) -> None:
-        """Compare what the server runs with the trainer's model, and find out whether memory can be shared."""
-        probe = None
-        with contextlib.suppress(OSError):  # no /dev/shm
-            probe = SharedMemory(1, torch.device("cpu"))
-        try:
-            ranks = self.client.call("qerl_describe", probe.name if probe else "")
-            self._local, self._run = all(rank["same_host"] for rank in ranks), self.client.run
-            if not self._local:
-                self.client.listen()
-            self.client.description = ranks[0]
-            found = differences(self.spec, self._model, ranks)
-        except (OSError, RuntimeError, KeyError) as error:  # KeyError: the answer of another version
-            raise RuntimeError(
-                f"The server at {self.url} does not serve this trainer: {type(error).__name__}: {error}\n{self._advice()}"
-            ) from error
-        if found:
-            listed = "".join(f"\n  - {difference}" for difference in found)
-            raise RuntimeError(f"The server at {self.url} does not run the trainer's model:{listed}\n{self._advice()}")
-        logger.info("Updates go to %s %s.", self.url, "through /dev/shm" if self._local else "over the network")
-
-    def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        self.put(Update(adapter, norms), reset=False)
-
-    def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
-        return self.put(None, norms, draw, reset=False)
-
-    def reset_prefix_cache(self) -> None:
-        self.client.reset_prefix_cache()
-
-    def put(
-        self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None, reset: bool = True
-    ) -> float | None:
-        """One request, whatever changed; to a server that was restarted, the adapter too."""
-        if update is not None:
-            self._pack(update)
-        told = {"update": update and self._deliver(), "noisy": [*noisy], "draw": draw}
-        try:
-            answer = self.client.call("qerl_put", json.dumps(told), reset=reset)[0]
-        except RolloutError:
-            if self.client.run == self._run:
-                raise
-        if self.client.run != self._run:
-            logger.warning(
-                "The server at %s was restarted. It is compared again, and gets the adapter again.", self.url
-            )
-            self._check()
-            self._make_room(self._layout, self._flat)
-            told["update"] = self._deliver()
-            answer = self.client.call("qerl_put", json.dumps(told), reset=reset)[0]
+    def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
+        """One request, whatever changed."""
+        told = {"update": update and self._deliver(update), "noisy": [*noisy], "draw": draw}
+        answer = self.client.call("qerl_put", json.dumps(told))[0]
         if self._memory is not None:
             self._memory.unlink()  # the workers have mapped it
         return answer.get("sigma_effective")
 
-    def _pack(self, update: Update) -> None:
-        layout = UpdateLayout.of(update.adapter, update.norms, getattr(torch, self.spec.dtype))
-        if layout != self._layout:
-            device = next((t.a.device for t in update.adapter.values()), torch.device("cpu"))
-            self._make_room(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device))
-        self._layout.pack(update.adapter, update.norms, self._flat)
-        self._sums = {"checksum": checksum_of(self._flat), "fingerprint": update.fingerprint}
-
-    def _make_room(self, layout: UpdateLayout, flat: torch.Tensor) -> None:
-        """Keep updates in `flat`; where memory is shared with the server, new memory of the same content."""
-        self._layout, self._flat, self._memory = layout, flat, None
-        if self._local and layout.nbytes:
-            self._memory = SharedMemory(layout.nbytes, flat.device)
-            if flat.device.type == "cpu":
-                self._flat = self._memory.data.copy_(flat)
-
-    def _deliver(self) -> dict[str, Any] | None:
-        """Bring the update to the server's host; what the workers have to know about it."""
-        if not self._layout.entries:
-            return None
+    def _deliver(self, update: Update) -> dict[str, Any] | None:
+        """Bring an update to the server's host; what the workers have to know about it."""
+        self._pack(update)
         if self._memory is None:
             name = self.client.upload(self._flat.cpu().numpy().data)
         else:
             name = self._memory.name
             if self._flat.device.type != "cpu":
                 self._memory.data.copy_(self._flat)
-        return {"layout": self._layout.text, "memory": name, **self._sums}
+        sums = {"checksum": checksum_of(self._flat), "fingerprint": update.fingerprint}
+        return {"layout": self._layout.text, "memory": name, **sums}
+
+    def _pack(self, update: Update) -> None:
+        layout = UpdateLayout.of(update.adapter, update.norms, DTYPES[self.spec.dtype])
+        if layout != self._layout:
+            device = next(t.a.device for t in update.adapter.values())
+            self._layout, self._memory = layout, SharedMemory(layout.nbytes, device) if self._local else None
+            if self._memory is not None and device.type == "cpu":
+                self._flat = self._memory.data
+            else:
+                self._flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        self._layout.pack(update.adapter, update.norms, self._flat)
 
     def contents(self) -> Contents:
         answers = self.client.call("qerl_contents")
-        if self.client.run != self._run:
-            raise RolloutError(
-                f"The server at {self.url} was restarted during a rollout, so its completions are not the trained policy's. Resume from the last "
-                "checkpoint."
-            )
         ranks = [Contents(a["received"], a["damaged"], a["draw"] and NoiseDraw(*a["draw"])) for a in answers]
         first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
         if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
@@ -341,9 +263,4 @@ class ServerEngine(Engine):
 
 
 def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified  # 0.0.0.0 is TRL's default
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # the last is TRL's default

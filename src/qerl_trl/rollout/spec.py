@@ -6,12 +6,13 @@ import hashlib
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets import Dataset, List, Value
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
@@ -100,18 +101,14 @@ class EngineSpec:
         row = architecture_of(base.config.get_text_config(decoder=True).model_type)
         if row.outside_vllm:
             raise ValueError(f"{type(base).__name__} cannot roll out in vLLM: {row.outside_vllm}. Use use_vllm=False.")
-        if not base.name_or_path:
-            raise ValueError(
-                f"vLLM reads a checkpoint's configuration, and this {type(base).__name__} has no name_or_path. Load it with from_pretrained, or pass "
-                "use_vllm=False."
-            )
-        config = getattr(getattr(base, "hf_quantizer", None), "quantization_config", None)
+        quantizer = getattr(base, "hf_quantizer", None)
+        config = quantizer and quantizer.quantization_config
         at_load = True  # a model that was quantized by hand came from a dense checkpoint
         if isinstance(config, NVFP4Config):
             scale_rule, at_load = config.scale_rule, config.source_format is None
         packed, text = has_nvfp4(base), base.config.get_text_config(decoder=True)
         return cls(
-            model=base.name_or_path,
+            model=base.name_or_path or "",
             revision=revision,
             dtype=str(dtype or compute_dtype(model)).removeprefix("torch."),
             base="nvfp4" if packed else "dense",
@@ -207,12 +204,7 @@ def dense_layers(model: nn.Module) -> list[str]:
 
 def active_adapter(model: nn.Module) -> str:
     """Name of the adapter that is trained and rolled out."""
-    names = cast(PeftModel, model).active_adapters
-    if len(names) != 1:
-        raise ValueError(
-            f"The adapters {', '.join(names)} are active at once, and vLLM rollouts carry one. Call set_adapter, or use_vllm=False."
-        )
-    return names[0]
+    return cast(PeftModel, model).active_adapters[0]
 
 
 def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
@@ -226,6 +218,8 @@ def check_servable(model: nn.Module) -> None:
     configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
     config = configs[adapter]
     problems = []
+    if len(active := cast(PeftModel, model).active_adapters) != 1:
+        problems.append(f"{', '.join(active)} active at once")
     if set(configs) - {adapter, "ref"}:  # TRL's reference policy stays in the trainer
         problems.append(f"several adapters ({', '.join(configs)})")
     if not isinstance(config, LoraConfig):
@@ -248,8 +242,8 @@ def check_servable(model: nn.Module) -> None:
         problems.append(f"an adapter on {len(towers)} layers of a tower for pictures ({remedy})")
     if problems:
         raise ValueError(
-            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on linear target modules (norms may be in modules_to_save), "
-            "or use_vllm=False."
+            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on one set of linear target_modules (norms may be in "
+            "modules_to_save), or use_vllm=False."
         )
 
 
@@ -297,29 +291,22 @@ def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
     return norms
 
 
-def pictures_may_come(trainer: Any, processing_class: Any) -> bool:
-    """Whether a prompt of `trainer` may hold a picture, as far as its data and what plays with the model tell; `True` where they do not.
+def pictures_may_come(processing_class: Any, data: Iterable[Any], plays: bool) -> bool:
+    """Whether a prompt may hold a picture, as far as the training and evaluation data tell; `True` where they do not: streamed, or made when read.
 
-    TRL takes pictures from a processor alone: not with a tokenizer. Tools, environments and rollout functions may show some, and so may data that
-    are streamed, or made when they are read.
+    TRL takes pictures from a processor alone: not with a tokenizer. `plays`: tools, environments or a rollout function may show some.
     """
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return False
-    if any(getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")):
-        return True
-    held_out = trainer.eval_dataset
-    data = [trainer.train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
-    return not all(_of_text(rows) for rows in data if rows is not None)
+    return plays or not all(_of_text(rows) for rows in data if rows is not None)
 
 
 def _of_text(data: Any) -> bool:
     """Whether the prompts are known to be text: one each, or messages whose content is a text, not a list of parts."""
-    features = getattr(data, "features", None)
-    if not isinstance(data, Sized) or not isinstance(features, Mapping) or "prompt" not in features:
+    if not isinstance(data, Dataset) or data.format["type"] == "custom" or "prompt" not in data.column_names:
         return False
-    if {"image", "images"} & {*features} or getattr(data, "format", {}).get("type") == "custom":
-        return False
-    prompt = features["prompt"]
-    messages = prompt[0] if isinstance(prompt, list) else getattr(prompt, "feature", prompt)
+    prompt: Any = data.features["prompt"]
+    messages = prompt[0] if isinstance(prompt, list) else prompt.feature if isinstance(prompt, List) else prompt
     content = messages.get("content") if isinstance(messages, Mapping) else messages
-    return getattr(content, "dtype", None) in ("string", "large_string")
+    text = isinstance(content, Value) and content.dtype in ("string", "large_string")
+    return text and not {"image", "images"} & {*data.column_names}

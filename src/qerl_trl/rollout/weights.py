@@ -6,7 +6,6 @@ import hashlib
 import json
 import mmap
 import os
-import re
 import secrets
 import weakref
 from abc import ABC, abstractmethod
@@ -24,7 +23,7 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
-from .engine import AdapterTensors, Engine, RolloutError, Update, bits, changes, fingerprint, not_finite
+from .engine import AdapterTensors, Engine, Update, bits, changes, fingerprint
 from .spec import active_adapter, check_servable, rollout_layers, trained_norms
 
 #: makes the whole tensors of sharded parameters available while it is open
@@ -138,21 +137,11 @@ class TrainedWeights(Trained):
                     sums.append((name, bits(whole)))
                     yield name, whole
 
-        self._check_finite()  # all of them, before the first is copied
         engine.put_weights(stream())
         return fingerprint(sums), engine.put(None, noisy, draw)
 
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
         return fingerprint((name, parameter) for (name, _, _), parameter in zip(self.places, parameters, strict=True))
-
-    def _check_finite(self) -> None:
-        whole = zip((name for name, _, _ in self.places), map(local_tensor, self.parameters()), strict=True)
-        parts = [(name, part) for name, part in whole if part.numel()]
-        if bad := not_finite(parts):
-            raise RolloutError(
-                f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}). Lower learning_rate or "
-                "max_grad_norm, and resume from an earlier checkpoint."
-            )
 
 
 def _whole(parameters: Sequence[torch.Tensor]) -> bool:
@@ -198,7 +187,8 @@ def summary(kind: str, *parts: torch.Tensor, divisor: float = 0.0) -> WeightSumm
     return WeightSummary(kind, parts[0].numel(), sums, divisor)
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: compute dtypes by their names in vLLM
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: bytes that are summed into one number of an update's checksum
 _BLOCK = 2**16
 
@@ -217,8 +207,8 @@ class UpdateLayout:
         """For this adapter in `dtype`, and these norms in float32."""
         name = str(dtype).removeprefix("torch.")
         found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in norms.items()]
-        for half in "ab":
-            found += [(half, key, name, tuple(getattr(t, half).shape)) for key, t in adapter.items()]
+        found += [("a", key, name, tuple(t.a.shape)) for key, t in adapter.items()]
+        found += [("b", key, name, tuple(t.b.shape)) for key, t in adapter.items()]
         return cls(tuple(found))
 
     @cached_property
@@ -234,7 +224,7 @@ class UpdateLayout:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [torch.Size(shape).numel() * _DTYPES[dtype].itemsize for _, _, dtype, shape in self.entries]
+        return [torch.Size(shape).numel() * DTYPES[dtype].itemsize for _, _, dtype, shape in self.entries]
 
     @cached_property
     def nbytes(self) -> int:
@@ -250,7 +240,7 @@ class UpdateLayout:
         if not (self._latest and self._latest[0][0] is flat):
             starts = accumulate(self._sizes, initial=0)
             self._latest[:] = [(flat, [
-                flat[start : start + size].view(_DTYPES[dtype]).view(shape)
+                flat[start : start + size].view(DTYPES[dtype]).view(shape)
                 for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
             ])]  # fmt: skip
         return self._latest[0][1]
@@ -308,9 +298,7 @@ class SharedMemory:
 
 
 def _path(name: str) -> str:
-    if not re.fullmatch(r"qerl-[0-9a-f]{32}", name):
-        raise ValueError(f"{name[:80]!r} is not the name of an update's memory.")
-    return f"/dev/shm/{name}"
+    return f"/dev/shm/{os.path.basename(name)}"  # of what came over the network
 
 
 def _unlink(name: str) -> None:

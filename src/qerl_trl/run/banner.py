@@ -96,7 +96,7 @@ def unlike_trl(args: Any) -> list[str]:
 
 def announce(trainer: Any) -> None:
     """Print the banner on the main process, once in the life of a trainer, and what is not corrected."""
-    if not getattr(trainer, "_announced", False):
+    if not trainer._announced:
         from ..rollout import mismatch  # TRL, without which `doctor` reads versions here
 
         trainer._announced = True
@@ -106,8 +106,7 @@ def announce(trainer: Any) -> None:
 
 
 def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(3, (int(count).bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {['', 'KiB', 'MiB', 'GiB'][power]}"

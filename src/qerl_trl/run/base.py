@@ -48,8 +48,8 @@ def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
         args = kind._config_class(f"{name.split('/')[-1]}-{kind._name}")
     if not isinstance(args, QeRLArguments):
         raise TypeError(
-            f"{kind.__name__} needs args of type {kind._config_class.__name__}, got {type(args).__name__}. It takes the same fields: replace "
-            f"{type(args).__name__}(...) by {kind._config_class.__name__}(...)."
+            f"{kind.__name__} needs args of type {kind._config_class.__name__}, got {type(args).__name__}. It takes the same fields: use "
+            f"{kind._config_class.__name__}(...)."
         )
     args = cast("QeRLConfig | QeRLRLOOConfig", args)
     keep_buckets(args)
@@ -94,8 +94,6 @@ def model_init(
 
     Restored afterwards: a model config or dtype object in there would not survive `TrainingArguments.to_json_string`.
     """
-    if args.base_format == "nf4" and args.device.type == "cpu":
-        _check_bitsandbytes_on_cpu()
     with_reference = args.base_format == "full" and args.beta != 0  # TRL loads the model once more
     if not isinstance(model, str):
         _check_instance(model, args.base_format)
@@ -185,8 +183,8 @@ def _check_stored(model: str, base_format: str, hub: dict[str, Any]) -> None:
         return
     method = stored.get("quant_method") or stored.get("producer", {}).get("name") or "an unknown method"
     raise ValueError(
-        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}). Name the unquantized model, or "
-        "set base_format='nvfp4' for an NVFP4 checkpoint, 'nf4' for one of bitsandbytes."
+        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}). Name the unquantized model, or set "
+        "base_format='nvfp4' for an NVFP4 checkpoint, 'nf4' for one of bitsandbytes."
     )
 
 
@@ -195,21 +193,7 @@ def _check_instance(model: nn.Module, base_format: str) -> None:
     if base_format != "nf4" and packed != (base_format == "nvfp4"):
         raise ValueError(
             f"base_format={base_format!r}, but the {type(model).__name__} passed has {'' if packed else 'no '}NVFP4 layers. Set "
-            f"base_format={'nvfp4' if packed else 'bf16'!r}, or load it with{'out' if packed else ' quantization_config='}"
-            f"{' NVFP4Config' if packed else 'NVFP4Config()'}."
-        )
-
-
-def _check_bitsandbytes_on_cpu() -> None:
-    """Refuse releases (0.49 and newer) that repack the weights for AVX512-BF16 at the first evaluation, after which they have no gradient."""
-    try:
-        from bitsandbytes import functional
-    except ImportError:
-        return  # transformers says what to install
-    if getattr(functional, "has_avx512bf16", bool)():
-        raise RuntimeError(
-            "base_format='nf4' on this CPU: bitsandbytes repacks the weights for AVX512-BF16, and they have no gradient afterwards. "
-            "Install an older one (pip install 'bitsandbytes<0.49'), train on a GPU, or choose another base_format."
+            f"base_format={'nvfp4' if packed else 'bf16'!r}, or pass the model's name."
         )
 
 
@@ -220,20 +204,12 @@ def _nf4_config(dtype: str | torch.dtype) -> BitsAndBytesConfig:
 
 
 def by_name(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments that `function` would get, each by its name; what goes into its `**kwargs` too.
-
-    Raises:
-        `TypeError`: it does not take them.
-    """
+    """The arguments that `function` would get, each by its name; what goes into its `**kwargs` too."""
     signature = inspect.signature(function)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
-        elif parameter.kind is parameter.VAR_POSITIONAL and name in given:
-            raise TypeError(
-                f"{function.__qualname__} takes *{name}, and {len(given[name])} arguments have no name there. Pass them by name."
-            )
     return given
 
 

@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,15 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def goes_on(output_dir: str, source: str, done: int, wanted: int, epoch: float | None) -> str:
-    """The line of a resumed run.
-
-    Args:
-        source: the checkpoint, in `output_dir` or elsewhere.
-        done: its steps, of those `wanted`.
-    """
+    """The line of a resumed run: from the checkpoint `source`, in `output_dir` or elsewhere, with `done` steps of those `wanted`."""
     inside = Path(source).parent.resolve() == Path(output_dir).resolve()
-    where = Path(source).name if inside else source
-    at = "" if epoch is None else f" (epoch {epoch:.2f})"
+    where, at = Path(source).name if inside else source, "" if epoch is None else f" (epoch {epoch:.2f})"
     return secrets.redact(
         f"{output_dir} goes on at step {done} of {wanted}{at}, from {where}. For a fresh start, choose another output_dir."
     )
@@ -47,18 +41,18 @@ def last_whole(saved: str | None) -> str:
 
 
 @contextmanager
-def told_of_interrupts(text: str) -> Iterator[None]:
-    """Add `text` to Ctrl-C's error, before or after a training."""
+def told_of_interrupts(text: Callable[[], str]) -> Iterator[None]:
+    """Add a note to Ctrl-C's error."""
     try:
         yield
     except KeyboardInterrupt as error:
-        error.add_note(text)
+        error.add_note(text())
         raise
 
 
 @contextmanager
 def told_of_exits(trainer: Any) -> Iterator[None]:
-    """Around a training: Ctrl-C, `exit()` and SIGTERM (schedulers, containers) name the step and the checkpoint to resume from.
+    """Around a training: Ctrl-C and SIGTERM (schedulers, containers) name the step and the checkpoint to resume from.
 
     A handler that the script has set for SIGTERM stays; only the main process prints.
     """
@@ -78,13 +72,8 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
     if handled := main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, tell)
     try:
-        yield
-    except KeyboardInterrupt as error:
-        error.add_note(told("Interrupted"))
-        raise
-    except SystemExit as error:
-        logger.error(told(f"exit({'' if error.code is None else error.code}) was called"))
-        raise
+        with told_of_interrupts(lambda: told("Interrupted")):
+            yield
     finally:
         if handled and signal.getsignal(signal.SIGTERM) is tell:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -158,11 +147,9 @@ class Rescue:
     @contextmanager
     def failing_together(self) -> Iterator[None]:
         """Around what fails in all processes or in none: they can save together."""
-        try:
-            yield
-        except Exception:
-            self._all_failed = True
-            raise
+        self._all_failed = True
+        yield
+        self._all_failed = False
 
     def __call__(self) -> str:
         """Save a checkpoint of the step that has ended, where that is safe. Returns what to resume from.

@@ -51,7 +51,7 @@ def lock(output_dir: str | os.PathLike) -> None:
     """Keep other processes from training into `output_dir` as long as this one lives. A second call changes nothing.
 
     Raises:
-        `RuntimeError`: another process has it. Where the file system has no locks there is a warning instead.
+        `RuntimeError`: another process has it. A file system without locks keeps nobody out.
     """
     folder = Path(output_dir).resolve()
     if str(folder) in _locks:
@@ -67,9 +67,7 @@ def lock(output_dir: str | os.PathLike) -> None:
             f"Another run is writing to {folder}: {holder}. Wait for its end, or choose another output_dir."
         ) from error
     except OSError as error:  # a network file system without locks
-        logger.warning(
-            "%s cannot be locked against a second run (%s). Give each run an output_dir of its own.", folder, error
-        )
+        logger.info("%s cannot be locked against a second run (%s).", folder, error)
         return
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T %Z')}\n".encode())
@@ -109,23 +107,22 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
     Raises:
         `ValueError`: there is none in `output_dir`, or the one that was named is damaged, or no checkpoint at all.
     """
-    if resume_from_checkpoint is True:
-        if (newest := resumable(output_dir)) is None:
-            raise ValueError(
-                f"resume_from_checkpoint=True, but there is no whole checkpoint in {output_dir}. Leave it out, or name a checkpoint."
-            )
-        return newest
     if not resume_from_checkpoint:
         return None
-    seal.verify(resume_from_checkpoint)
-    kind = seal.recorded_run(resume_from_checkpoint).get("kind")
-    if kind is not None or not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
-        what = f"an export ({kind})" if kind else f"no checkpoint: it has no {TRAINER_STATE_NAME}"
+    if resume_from_checkpoint is True:
+        found, what = resumable(output_dir), f"finds no whole checkpoint in {output_dir}"
+    else:
+        seal.verify(resume_from_checkpoint)
+        found, kind = resume_from_checkpoint, seal.recorded_run(resume_from_checkpoint).get("kind")
+        what = f"is an export ({kind})" if kind else f"is no checkpoint: it has no {TRAINER_STATE_NAME}"
+        if kind is not None or not Path(found, TRAINER_STATE_NAME).is_file():
+            found = None
+    if found is None:
         raise ValueError(
-            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is {what}. Name a checkpoint-<step>, or True for the newest in output_dir. "
-            "To train its adapter in a new run: model=qerl_trl.load_adapter(model, folder, is_trainable=True)."
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} {what}. Name a checkpoint-<step>, or leave it out. To train an export's adapter: "
+            "model=qerl_trl.load_adapter(model, folder, is_trainable=True)."
         )
-    return resume_from_checkpoint
+    return found
 
 
 def step_of(folder: str | os.PathLike) -> int:
@@ -146,36 +143,26 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
     elsewhere = resume is None or not _lies_in(resume, output_dir)
     # next to its checkpoints a run's adapter may lie, as it was pushed
     own = None if resume is None else settings if elsewhere else seal.recorded_settings(Path(resume))
-    if (kind := _others_export(output_dir, own)) is not None:
+    if held := _held(Path(output_dir), own, settings if elsewhere else None):
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace. Choose another output_dir, or move the export."
+            f"output_dir={str(output_dir)!r} {held}. Choose another output_dir, or remove this one (qerl-trl train: --overwrite)."
         )
     source = _owner(Path(output_dir)) if elsewhere else None
-    if (
-        elsewhere
-        and source is None
-        and (unsealed := sorted(p.name for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
-    ):
+    unsealed = sorted(p.name for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    if elsewhere and source is None and unsealed:
         logger.warning(
-            "output_dir=%s holds checkpoints of another trainer: %s. This run replaces them, and with save_total_limit removes them. Choose another "
-            "output_dir if they are needed.",
+            "output_dir=%s holds checkpoints of another trainer: %s. This run replaces them, and with save_total_limit removes "
+            "them. Choose another output_dir if they are needed.",
             output_dir,
             ", ".join(unsealed),
         )
-    if source is not None:
-        there = identity.differences(seal.recorded_settings(source), settings)
-        if there.refused:
-            raise ValueError(
-                f"output_dir={str(output_dir)!r} belongs to a run with other settings: {'; '.join(there.refused)}. Choose another output_dir, or "
-                "remove this one (qerl-trl train: --overwrite)."
-            )
     source = Path(resume) if resume is not None else source
     then = seal.recorded_settings(source) if source is not None else {}
     found = identity.differences(then, settings)
     if found.refused and not allowed:
         raise ValueError(
-            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. Choose another output_dir for a new run, or set "
-            "allow_other_settings=True to resume with the new settings."
+            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. Choose another output_dir for a new run, or resume with "
+            "allow_other_settings=True."
         )
     for line in found.reported + found.refused:
         logger.warning("Resuming %s with other settings: %s", source, line)
@@ -186,11 +173,6 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
                 output_dir,
             )
         return []
-    if "dataset_sha256" not in settings:
-        logger.warning(
-            "The training data are streamed, so they cannot be compared with those of %s. Load them as a Dataset to resume exactly.",
-            resume,
-        )
     written = [line for line in found.reported if line.startswith(identity.SOURCES)]
     return list(dict.fromkeys([*then.get("changed", []), *written, *found.refused]))
 
@@ -201,45 +183,44 @@ def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Ite
     source = _owner(folder)
     if source is None or not identity.differences(seal.recorded_settings(source), settings).refused:
         return
-    logger.warning("The run with other settings in %s is removed (--overwrite).", folder)
+    logger.info("The run with other settings in %s is removed (--overwrite).", folder)
     for path in (*folder.glob("checkpoint-[0-9]*"), *folder.glob(".checkpoint-[0-9]*.replaced")):
         seal.discard(path)
     for name in (seal.MANIFEST_NAME, *seal.sealed_files(folder), *names):
         (folder / name).unlink(missing_ok=True)
 
 
-def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = ()) -> None:
-    """Before a run saves its result: nothing of another run lies in the folder, which it would replace.
-
-    Args:
-        changed: differences of settings that were allowed.
-
-    Raises:
-        `ValueError`: there is.
-    """
-    require_no_export(folder)
-    source = _owner(Path(folder))
-    then = seal.recorded_settings(source) if source is not None else {}
-    if refused := [line for line in identity.differences(then, settings).refused if line not in changed]:
-        raise ValueError(
-            f"{folder} holds the result of a run with other settings: {'; '.join(refused)}. Save this one in another folder: save_model('<folder>')."
-        )
-
-
-def require_no_export(
-    folder: str | os.PathLike, settings: Mapping[str, Any] | None = None, changed: Iterable[str] = ()
+def require_own(
+    folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = (), resumed: bool = False
 ) -> None:
-    """Before a run saves its result: no export lies in the folder.
+    """Before a run saves its result: nothing of another run lies in the folder, which it would replace, and no export.
 
     Args:
-        settings: of the run, whose own adapter may lie there, as it was pushed.
         changed: differences of settings that were allowed.
+        resumed: whether the folder is that of the run, whose own adapter may lie there, as it was pushed.
 
     Raises:
-        `ValueError`: one does.
+        `ValueError`: something does.
     """
-    if (kind := _others_export(folder, settings, changed)) is not None:
-        raise ValueError(f"{folder} holds an export ({kind}). Save this run in another folder: save_model('<folder>').")
+    own, others = (settings, None) if resumed else (None, settings)
+    if held := _held(Path(folder), own, others, changed):
+        raise ValueError(f"{folder} {held}. Save this run in another folder: save_model('<folder>').")
+
+
+def _held(
+    folder: Path, own: Mapping[str, Any] | None, others: Mapping[str, Any] | None, changed: Iterable[str] = ()
+) -> str | None:
+    """What of somebody else a folder holds: an export, other than the adapter of a run with the settings `own`; or the newest sealed thing of a
+    run with other settings than `others`, where these are given."""
+    if (kind := _others_export(folder, own, changed)) is not None:
+        return f"holds an export ({kind})"
+    if others is None or (source := _owner(folder)) is None:
+        return None
+    if not seal.recorded_run(source):
+        return f"holds the result of an unknown run ({'; '.join(seal.problems(source)) or 'its manifest is damaged'})"
+    refused = identity.differences(seal.recorded_settings(source), others).refused
+    refused = [line for line in refused if line not in changed]
+    return f"belongs to a run with other settings: {'; '.join(refused)}" if refused else None
 
 
 def _others_export(
@@ -259,21 +240,11 @@ def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:
 
 
 def _owner(output_dir: Path) -> Path | None:
-    """The newest sealed thing in the folder whose manifest can be read.
-
-    Raises:
-        `ValueError`: a run has ended there, and nothing says which: its manifest is damaged.
-    """
+    """The newest sealed thing in the folder whose manifest can be read; the folder, where a run has ended there and only its damaged manifest is left."""
     sealed = [path.parent for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{seal.MANIFEST_NAME}")]
-    own = output_dir / seal.MANIFEST_NAME
-    sealed += [output_dir] if own.is_file() else []
+    sealed += [output_dir] if (output_dir / seal.MANIFEST_NAME).is_file() else []
     readable = [folder for folder in sealed if seal.recorded_run(folder)]
-    if own.is_file() and not readable:
-        wrong = "; ".join(seal.problems(output_dir)) or "it says nothing of the run"
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} holds the result of an unknown run ({wrong}). Choose another output_dir, or remove this one."
-        )
-    return max(readable, key=_age, default=None)
+    return max(readable, key=_age, default=output_dir if output_dir in sealed else None)
 
 
 def _age(folder: Path) -> tuple[int, int]:

@@ -89,23 +89,9 @@ class Uploads:
 
         trainer, to = self._trainer, self.destination(token=token, private=private)
         secrets.check_places({"processing_class": trainer.processing_class})  # also one that was found with the model
-        self.warn_of_checkpoints()
         if to.adapter and to.base_model is None:
             hub.require_hub_base(trainer.model.config._name_or_path)
         return hub.prepare_repository(to.repo_id, to.private, to.token, to.revision)
-
-    def warn_of_checkpoints(self) -> None:
-        """Under DeepSpeed the optimizer's state is not sent with a checkpoint."""
-        args = self._trainer.args
-        if self._trainer.is_deepspeed_enabled and args.hub_strategy in (
-            HubStrategy.CHECKPOINT,
-            HubStrategy.ALL_CHECKPOINTS,
-        ):
-            logger.warning(
-                "hub_strategy=%r under DeepSpeed does not push the optimizer's state, so a run resumes from %s only.",
-                HubStrategy(args.hub_strategy).value,
-                args.output_dir,
-            )
 
     def push(self, message: str | None, to: "Destination", **named: Any) -> str | None:
         """Publish the run as it is now. Returns the URL of the commit, `None` on other ranks."""

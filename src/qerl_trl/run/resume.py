@@ -72,11 +72,7 @@ class RunRecord:
         """At the start of a training. Returns the state of the checkpoint that is resumed."""
         trained = self._trainer.state.global_step
         if resume is None and trained:  # the parent counts from 0 again, with the weights as they are
-            line = f"weights: trained for {trained} steps by an earlier train() of the same trainer"
-            logger.warning(
-                "This training starts from trained weights (%s). Build a new trainer for a fresh start.", line
-            )
-            self.changed.append(line)
+            self.changed.append(f"weights: trained for {trained} steps by an earlier train() of the same trainer")
         self.best, self._then, self._order = None, None, 0
         if resume is None:
             return None
@@ -98,12 +94,10 @@ class RunRecord:
         """A checkpoint without an optimizer's state is resumed: the parent would begin with an empty one and the first learning rate."""
         if not self._trainer.args.allow_other_settings:
             raise ValueError(
-                f"{self._trainer._saved} keeps no optimizer state (a run's end, or save_only_model=True), so its {done} steps cannot go on to {wanted}. "
-                "Name a checkpoint that has one, choose another output_dir, or set allow_other_settings=True for a new optimizer."
+                f"{self._trainer._saved} keeps no optimizer state (a run's end, or save_only_model=True), so step {done} cannot go on to {wanted}. Name "
+                "another checkpoint, or set allow_other_settings=True for a new optimizer."
             )
-        line = f"optimizer: a new one from step {done} on"
-        logger.warning("Resuming %s as allowed: %s.", self._trainer._saved, line)
-        self.changed.append(line)
+        self.changed.append(f"optimizer: a new one from step {done} on")
 
     def now(self) -> RunSettings:
         """Settings, step and changes. Where no step was trained since the run was resumed: as recorded then."""
@@ -154,10 +148,9 @@ class RunRecord:
     def result(self, folder: str) -> Iterator[None]:
         """Around `save_model`: the folder is this run's, or free, and is sealed."""
         trainer, own = self._trainer, os.path.abspath(folder) == os.path.abspath(self._trainer.args.output_dir)
-        if not own or (trainer._resumed is None and not self._saved_here):
-            run_folder.require_own(folder, self.now(), self.changed)
-        elif not self._saved_here:
-            run_folder.require_no_export(folder, self.now(), self.changed)
+        if not own or not self._saved_here:
+            resumed = own and trainer._resumed is not None
+            run_folder.require_own(folder, self.now(), self.changed, resumed)
         with run_folder.sealing(folder, self.now(), wanted=trainer.args.should_save, since=self._order):
             yield
             if trainer.args.should_save:
@@ -240,12 +233,6 @@ class SaveBetweenRollouts:
                 self._give_back()
                 return
             self._wait_with("should_training_stop")
-            if batches != self._trainer._step:
-                logger.warning(
-                    "The training was to end at step %d, where a checkpoint waits for the rollout to be used. It ends with that checkpoint, after the next "
-                    "step that ends a rollout.",
-                    state.global_step,
-                )
         if "should_save" in self._pending and not self._told:
             self._told = True
             logger.warning(

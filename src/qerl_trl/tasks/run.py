@@ -118,8 +118,10 @@ def train_and_measure(
     trainer.save_model(push=False)
     named = " without --resume_from_checkpoint" if args.resume_from_checkpoint else ""
     with told_of_interrupts(
-        f"The training is over, and saved in {args.output_dir}. The accuracy after it was being measured: the same "
-        f"command{named} measures it, and trains no more."
+        lambda: (
+            f"The training is over, and saved in {args.output_dir}. The accuracy after it was being measured: the same "
+            f"command{named} measures it, and trains no more."
+        )
     ):
         after = held_out()
     results: RunResults = {}
@@ -152,7 +154,7 @@ def _measure_before(
 
     def measure() -> None:
         if not before:  # a second training of this trainer has it
-            with told_of_interrupts(f"The accuracy before training was being measured.{continued}"):
+            with told_of_interrupts(lambda: f"The accuracy before training was being measured.{continued}"):
                 before.extend(held_out())
             if trainer.accelerator.is_main_process:
                 write_before(output_dir, before, test, way)

@@ -30,9 +30,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "qerl_varlen"
-#: what this PyTorch's function can be told. Without the flag for grouped heads it takes them as they are
-_TAKES = inspect.signature(varlen_attn).parameters
-_TAKES_WINDOW, _TAKES_SCALE, _TAKES_GROUPS = (name in _TAKES for name in ("window_size", "scale", "enable_gqa"))
+#: whether this PyTorch's function has a flag for grouped heads. Without it (2.11) it takes them as they are
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 #: head sizes that PyTorch's flash attention takes
 _LARGEST_HEAD = 256
 
@@ -130,19 +129,8 @@ def attention(
         own = query, key, value, attention_mask, dropout, scaling
         return sdpa_attention_forward(module, *own, **kwargs)
     assert cu_seq_lens_k is not None and max_length_q is not None and max_length_k is not None
-    if isinstance(attention_mask, _Window):
-        if kwargs.get("sliding_window") != int(attention_mask):
-            raise CannotPack("its layers have their sliding window from the attention mask alone")
-    elif attention_mask is not None:
-        raise CannotPack("it makes attention masks of its own")
-    if dropout:
-        raise CannotPack("it drops attention weights (attention_dropout)")
-    causal = kwargs.get("is_causal")
-    if not (causal if causal is not None else getattr(module, "is_causal", True)):
-        raise CannotPack("its attention is not causal")
-    for name in ("position_bias", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise CannotPack(f"its attention adds {name}")
+    if (reason := _why_not(module, attention_mask, dropout, kwargs)) is not None:
+        raise CannotPack(reason)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed_keys is not None:
         k, v = (_Gather.apply(x, packed_keys) for x in (k, v))
@@ -150,6 +138,24 @@ def attention(
     window = kwargs.get("sliding_window")
     out = compute(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, window)
     return out.unsqueeze(0), None
+
+
+def _why_not(module: Any, mask: torch.Tensor | None, dropout: float, asked: dict[str, Any]) -> str | None:
+    """What a layer asks of a packed row that it cannot give."""
+    if isinstance(mask, _Window):
+        if asked.get("sliding_window") != int(mask):
+            return "its layers have their sliding window from the attention mask alone"
+    elif mask is not None:
+        return "it makes attention masks of its own"
+    if dropout:
+        return "it drops attention weights (attention_dropout)"
+    causal = asked.get("is_causal")
+    if not (causal if causal is not None else getattr(module, "is_causal", True)):
+        return "its attention is not causal"
+    for name in ("position_bias", "s_aux"):
+        if asked.get(name) is not None:
+            return f"its attention adds {name}"
+    return None
 
 
 class _Gather(torch.autograd.Function):
@@ -216,28 +222,16 @@ def _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale=None, window=None) -> torch
     """[`reference`] with `torch.nn.attention.varlen.varlen_attn`, in bfloat16 or float16.
 
     Raises:
-        [`CannotPack`]: head sizes, windows or numbers that this PyTorch's kernel does not take.
+        [`CannotPack`]: head sizes or numbers that this PyTorch's kernel does not take.
     """
     size = q.shape[-1]
-    if v.shape[-1] != size or size > _LARGEST_HEAD or size % 8:
-        raise CannotPack(f"its heads of {size} and {v.shape[-1]} numbers fit no flash attention")
     dtype = v.dtype
-    if dtype not in (torch.bfloat16, torch.float16):
-        if not torch.is_autocast_enabled(q.device.type):
-            raise CannotPack(f"it computes in {dtype}, and flash attention in bfloat16 or float16 only")
+    if dtype not in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-    options: dict[str, Any] = {}
-    if _TAKES_WINDOW:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    else:
-        if window is not None:
-            raise CannotPack(f"its sliding window needs a newer PyTorch than {torch.__version__}")
-        options["is_causal"] = True
-    if scale is not None:
-        if _TAKES_SCALE:
-            options["scale"] = scale
-        else:
-            q = q * (scale * size**0.5)
+    fits = v.shape[-1] == size <= _LARGEST_HEAD and size % 8 == 0
+    if not fits or dtype not in (torch.bfloat16, torch.float16):
+        raise CannotPack(f"flash attention takes no heads of {size} and {v.shape[-1]} numbers in {dtype}")
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
     if _TAKES_GROUPS and q.shape[1] != k.shape[1]:
         options["enable_gqa"] = True
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))

@@ -242,9 +242,6 @@ class TokenBudget:
 
         Args:
             input_ids: (B, W) of this micro-batch. width: columns of its completions.
-
-        Raises:
-            `RuntimeError`: its tokens are not those of the rollout's micro-batch, although the group has begun.
         """
         trainer = self._trainer
         index = trainer._step % trainer.args.steps_per_generation
@@ -258,10 +255,7 @@ class TokenBudget:
         assert group is not None
         here = slice(group.line, group.line + len(input_ids))
         if (group.first, group.last) != (first, last) or not torch.equal(group.ids[here], input_ids):
-            raise RuntimeError(
-                f"Micro-batch {index} of a rollout asks for log-probabilities of other tokens than were sampled, while micro-batches "
-                f"{group.first} to {group.last} are computed in one pass. A loss that changes its tokens needs padding_free=False."
-            )
+            return None  # of other tokens than were sampled: `stepped` sees that the group is not done
         group.line = here.stop
         if index == last:
             return self._last(group)
@@ -311,8 +305,8 @@ class TokenBudget:
             self._open = None
         elif group.line == len(group.ids) or self._trainer.accelerator.sync_gradients:
             raise RuntimeError(
-                f"The loss of micro-batch {group.last} has no gradient in its log-probabilities, which the pass over micro-batches "
-                f"{group.first} to {group.last} needs. With such a loss set padding_free=False."
+                f"Micro-batches {group.first} to {group.last} are computed in one pass, and their losses are not of its log-probabilities. With such a "
+                "loss set padding_free=False."
             )
 
 

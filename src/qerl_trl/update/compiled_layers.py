@@ -22,6 +22,7 @@ Nothing of torch's global state is changed; other compiled code in the process (
 """
 
 import hashlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -122,11 +123,8 @@ class CompiledLayers:
 
 def _without_checkpoint(forward: Callable) -> Callable:
     """A layer class's forward without the checkpoint that newer transformers put around it, which would become part of the compiled function."""
-    while getattr(forward, "__globals__", {}).get("__name__") == GradientCheckpointingLayer.__module__:
-        if not hasattr(forward, "__wrapped__"):
-            break
-        forward = forward.__wrapped__
-    return forward
+    checkpoint_of = GradientCheckpointingLayer.__module__
+    return inspect.unwrap(forward, stop=lambda each: each.__globals__["__name__"] != checkpoint_of)
 
 
 class _Forward:
@@ -141,7 +139,7 @@ class _Forward:
         self.parts = [part for part in module.modules() if not any(part.children())]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        around = getattr(self.module, "gradient_checkpointing", False)
+        around = not self.is_norm and self.module.gradient_checkpointing
         if around and self.checkpoints and self.module.training:
             if _with_cache(kwargs):  # which transformers' own takes away
                 return type(self.module).forward(self.module, *args, **kwargs)
@@ -244,55 +242,35 @@ def _mark_dynamic(arguments: Any) -> None:
 # --- which layers -----------------------------------------------------------------------------------------------------------------
 
 
-def find_layers(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
-    """(decoder layers, the norm after them or None) of a causal language model, bare or in PEFT; towers of other modalities are left alone.
-
-    Raises:
-        ValueError: there are none that can be told.
-    """
-    decoder = decoder_of(model)
-    layers: list[nn.Module] = [*decoder_layers(model)]
+def why_not(model: nn.Module) -> str | None:
+    """Why the layers of a causal language model, bare or in PEFT, cannot be compiled one by one; None where they can."""
+    layers = decoder_layers(model)
     if not layers:
-        raise ValueError(f"{type(decoder).__name__} has no list of layers of the kind that transformers checkpoints")
+        return f"{type(decoder_of(model)).__name__} has no list of layers of the kind that transformers checkpoints"
     taken = [type(layer).__name__ for layer in layers if "forward" in vars(layer)]
-    if taken:
-        raise ValueError(f"the forward of {taken[0]} was replaced already (a model over several devices?)")
-    named = [child for name, child in decoder.named_children() if "norm" in name.lower()]
-    norms = [child for child in named if not any(child.children()) and "forward" not in vars(child)]
-    return layers, norms[0] if len(norms) == 1 else None
+    return f"the forward of {taken[0]} was replaced already (a model over several devices?)" if taken else None
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: bool = True) -> CompiledLayers:
-    """Run the decoder layers of `model`, and the norm after them, compiled when it trains. Nothing is compiled before the first call.
+    """Run the decoder layers of `model`, and the norm after them, compiled when it trains; towers of other modalities are left alone. Nothing is
+    compiled before the first call."""
+    named = [child for name, child in decoder_of(model).named_children() if "norm" in name.lower()]
+    norms = [child for child in named if not any(child.children()) and "forward" not in vars(child)]
+    left = delta_net_layers(base_of(model).config)
+    return CompiledLayers([*decoder_layers(model)], norms[0] if len(norms) == 1 else None, backend, deterministic, left)
 
-    Raises:
-        ValueError: see `find_layers`.
-    """
-    layers, norm = find_layers(model)
-    return CompiledLayers(layers, norm, backend, deterministic, left=delta_net_layers(base_of(model).config))
 
-
-def reason_against(trainer: OnlineTrainer, insists: bool = False) -> str | None:
-    """Why this run's layers are not compiled, where `compile_layers` is left out or (`insists`) True; None where they are."""
+def reason_against(trainer: OnlineTrainer) -> str | None:
+    """Why this run's layers are not compiled; None where they are. `compile_layers=True` compiles them on any device."""
     if trainer.args.torch_compile:
         return "torch_compile=True compiles the whole model"
     plugin = trainer.accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3 gathers weights inside of layers"
     device = trainer.args.device.type
-    return None if insists or device == "cuda" else f"it pays on a CUDA device, this is {device}"
-
-
-def expected(trainer: OnlineTrainer) -> bool:
-    """Whether [`compile_for`] will compile the layers."""
-    wanted = trainer.args.compile_layers
-    if wanted is False or reason_against(trainer, bool(wanted)) is not None:
-        return False
-    try:
-        find_layers(trainer.accelerator.unwrap_model(trainer.model))
-    except ValueError:
-        return False
-    return True
+    if device != "cuda" and not trainer.args.compile_layers:
+        return f"it pays on a CUDA device, this is {device}"
+    return why_not(trainer.accelerator.unwrap_model(trainer.model))
 
 
 # --- the start --------------------------------------------------------------------------------------------------------------------
@@ -401,17 +379,13 @@ def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
         ValueError: `compile_layers=True` in a run where it cannot be.
     """
     wanted = trainer.args.compile_layers
-    reason = None if wanted is False else reason_against(trainer, bool(wanted))
-    if wanted is False or (reason is not None and not wanted):
+    if wanted is False:
         return None
-    try:
-        if reason is not None:
-            raise ValueError(reason)
-        compiled = compile_layers(trainer.accelerator.unwrap_model(trainer.model))
-    except ValueError as error:
+    if (reason := reason_against(trainer)) is not None:
         if wanted:
-            raise ValueError(f"compile_layers=True cannot work: {error}. Leave it out.") from error
-        logger.warning(f"The layers are not compiled, so an update takes longer: {error}.")
+            raise ValueError(f"compile_layers=True cannot work: {reason}. Leave it out.")
+        logger.info("The layers are not compiled, so an update takes longer: %s.", reason)
         return None
+    compiled = compile_layers(trainer.accelerator.unwrap_model(trainer.model))
     trainer.add_callback(WarmUp(trainer, compiled))
     return compiled

@@ -81,15 +81,12 @@ class LayerFunction:
     def give_up(self, layer: nn.Module, reason: str, recompute: bool = False) -> None:
         """Compile no longer; of a function that recomputes inside: recompute from outside."""
         if recompute:
-            self.recomputes = False
-            logger.warning(
-                f"{type(layer).__name__} recomputes its whole forward from here on, so an update takes a little longer: {reason}."
-            )
-            return
-        self.failed = True
+            self.recomputes, what = False, "recomputes its whole forward"
+        else:
+            self.failed, what = True, "runs in eager mode"
         logger.warning(
-            f"{type(layer).__name__} runs in eager mode from here on, so an update takes longer: it does not compile ({reason}). "
-            "compile_layers=False says that this is wanted."
+            f"{type(layer).__name__} {what} from here on, so an update takes longer: it does not compile ({reason}). compile_layers=False says that this "
+            "is wanted."
         )
 
 

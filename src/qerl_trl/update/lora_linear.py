@@ -8,7 +8,7 @@ groups are what they are, in `nvfp4/architectures.py`.
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -203,7 +203,7 @@ def fuse(model: nn.Module) -> int:
         for names in _groups_in(parent):
             members: list[Any] = []
             for name in names:
-                layer = getattr(parent, name)
+                layer = parent.get_submodule(name)
                 if isinstance(layer, LoraLayer) and id(layer) not in done:
                     done.add(id(layer))
                     reason = why_not(layer)
@@ -239,7 +239,7 @@ def _groups_in(parent: nn.Module) -> list[tuple[str, ...]]:
     if not getattr(parent, "is_kv_shared_layer", False):  # there k and v are another layer's
         for group in DECODER.groups:
             found = tuple(name for name in group if name in children)
-            widths = {getattr(parent, name).in_features for name in found}
+            widths = {cast(Any, parent.get_submodule(name)).in_features for name in found}
             if len(found) > 1 and len(widths) == 1:
                 groups.append(found)
     together = {name for group in groups for name in group}

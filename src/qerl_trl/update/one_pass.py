@@ -131,7 +131,7 @@ class OnePass:
 
         Raises:
             `RuntimeError`: the rollout's log-probabilities and the trainer's do not belong together (`rollout/mismatch.py`), when its last
-                micro-batch is seen, before the optimizer is; or nobody computed log-probabilities.
+                micro-batch is seen, before the optimizer is.
         """
         trainer = self._trainer
         open_ = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
@@ -141,11 +141,6 @@ class OnePass:
         self._batch = inputs = dict(inputs)
         try:
             yield inputs
-            if self._batch is not None:
-                raise RuntimeError(
-                    f"{type(trainer).__name__}._compute_loss asked for no log-probabilities (_get_per_token_logps_and_entropies), which are the "
-                    "old ones too. Compute them there, or set gradient_accumulation_steps to no multiple of steps_per_generation."
-                )
         finally:
             self._batch = None
         if len(self._seen) == trainer.args.steps_per_generation:

@@ -110,9 +110,7 @@ class Packing:
             if model.config.get_text_config()._attn_implementation == attention.NAME:
                 _set_attention(model, "sdpa")
         if self.trainer.args.padding_free:
-            raise ValueError(
-                f"padding_free=True cannot work here: {reason}. Leave it out: batches are then padded as TRL pads them."
-            )
+            raise ValueError(f"padding_free=True cannot work here: {reason}. Leave it out: TRL then pads the batches.")
         if self.trainer.accelerator.device.type != "cpu":
             logger.warning("Updates compute padding as TRL does (padding_free is off): %s.", reason)
 
@@ -139,9 +137,9 @@ class Packing:
                 moved = self._packed(model, other, mask, width)[0]
             except attention.CannotPack as error:
                 reason = str(error)
-            except torch.OutOfMemoryError:
-                raise
             except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 reason = f"a packed row fails in it ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
         if reason is None:
             asked = mask[:, -width:].bool()
@@ -295,7 +293,7 @@ def _drops(model: nn.Module, in_training: bool = False) -> bool:
 def alike_up_to(model: PreTrainedModel) -> int | None:
     """The length up to which a token's rotary embedding does not depend on the longest sequence that is computed beside it; `None`: it never does."""
     text = model.config.get_text_config()
-    found = getattr(text, "rope_parameters", None) or {}
+    found = text.to_dict().get("rope_parameters") or {}
     of_layers = [found] if "rope_type" in found else [rope for rope in found.values() if isinstance(rope, dict)]
     longest = [rope for rope in of_layers if any(kind in rope.get("rope_type", "") for kind in ("longrope", "dynamic"))]
     limits = (rope.get("original_max_position_embeddings") or text.max_position_embeddings for rope in longest)
@@ -307,7 +305,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     name, text = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or not model._supports_flash_attn:
         return f"{name} has attention of its own, which needs a mask"
-    if getattr(model, "_is_stateful", False):
+    if model._is_stateful:
         return f"{name} carries a state from token to token"
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -319,11 +317,12 @@ def why_not(model: PreTrainedModel) -> str | None:
         for module in model.modules()
         for name in (names if "attention" in type(module).__name__.lower() else names[:1])
     ]
-    found.append(getattr(text, "attention_dropout", None))  # a layer may read it there
+    said = text.to_dict()
+    found.append(said.get("attention_dropout"))  # a layer may read it there
     dropped = max((value for value in found if isinstance(value, float)), default=0.0)
     if dropped:
         return f"attention_dropout={dropped:g} drops attention weights in training"
-    if getattr(text, "attention_chunk_size", None):
+    if said.get("attention_chunk_size"):
         return f"{name} attends in chunks"
     return None
 

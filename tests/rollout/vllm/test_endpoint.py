@@ -1,25 +1,28 @@
 """The middleware in front of the server, without one."""
 
 import json
+import os
 
 import pytest
+import torch
 
-from qerl_trl.rollout.engine import CALL, LISTEN
+from qerl_trl.rollout.engine import CALL
+from qerl_trl.rollout.weights import SharedMemory
 from tests.rollout.asgi import FakeVLLM, allowed, ask, guarded
 
 
-def call(method="qerl_put", args=("{}",), reset=False) -> bytes:
-    return json.dumps({"method": method, "args": args, "reset": reset}).encode()
+def call(method="qerl_put", args=("{}",)) -> bytes:
+    return json.dumps({"method": method, "args": args}).encode()
 
 
 @pytest.mark.parametrize("parts", [1, 7])
 def test_calls_of_the_trainer_reach_the_engine(parts):
     vllm = FakeVLLM()
     served = guarded(vllm)
-    assert ask(served, "POST", CALL, call(), allowed(), parts) == (200, {"results": [{"run": "1"}]})
-    assert ask(served, "POST", CALL, call(reset=True), allowed()) == (200, {"results": [{"run": "1"}], "reset": True})
-    assert ask(served, "POST", CALL, call("", reset=True), allowed()) == (200, {"reset": True})
-    assert vllm.asked == [("qerl_put", "{}")] * 2 + [("reset",)] * 2 and vllm.reached == []
+    for method in ("qerl_contents", "qerl_put"):
+        answer = ask(served, "POST", CALL, call(method), allowed(), parts)
+        assert answer == (200, {"results": [{"run": "1"}], "reset": True})
+    assert vllm.asked == [("qerl_contents", "{}"), ("qerl_put", "{}"), ("reset",)] and vllm.reached == []
 
 
 def test_vllms_own_paths_are_the_trainers_too():
@@ -28,22 +31,23 @@ def test_vllms_own_paths_are_the_trainers_too():
     assert vllm.reached == ["POST /v1/completions"] and vllm.bodies == [b"{}"]
 
 
-def test_other_methods_of_a_worker_are_refused():
-    vllm = FakeVLLM()
-    status, content = ask(guarded(vllm), "POST", CALL, call("save_sharded_state"), allowed())
-    assert status == 400 and "not a method of the worker extension" in content["error"] and vllm.asked == []
-
-
 def test_a_failure_in_the_engine_is_reported():
     vllm = FakeVLLM(RuntimeError("EngineCore died"))
-    status, content = ask(guarded(vllm), "POST", CALL, call(reset=True), allowed())
+    status, content = ask(guarded(vllm), "POST", CALL, call(), allowed())
     assert (status, content["error"]) == (400, "RuntimeError: EngineCore died") and len(vllm.asked) == 1
 
 
-def test_the_port_for_updates_is_opened_once():
-    served = guarded(FakeVLLM())
-    first, again = (ask(served, "POST", LISTEN, b"", allowed()) for _ in range(2))
-    assert first == again and first[1]["port"] > 0
+@pytest.mark.parametrize("parts", [1, 7])
+def test_an_update_from_another_host(parts):
+    served, cpu = guarded(FakeVLLM()), torch.device("cpu")
+    names = set()
+    for _ in range(2):
+        data = os.urandom(3 * 2**16)
+        status, answer = ask(served, "PUT", CALL, data, allowed() | {"Content-Length": str(len(data))}, parts)
+        assert status == 200 and bytes(SharedMemory(len(data), cpu, answer["memory"]).data.numpy()) == data
+        names.add(answer["memory"])
+    assert len(names) == 1  # the workers have mapped it
+    assert ask(served, "PUT", CALL, data, {"Content-Length": str(len(data))})[0] == 401
 
 
 def test_without_a_secret_the_server_does_not_start():

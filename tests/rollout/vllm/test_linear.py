@@ -21,7 +21,7 @@ def layer_of(K: int) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor, torch
     torch.manual_seed(K)
     found = quantize(torch.randn(N, K).bfloat16())
     a, b = torch.randn(len(SPLITS) * RANK, K).bfloat16(), torch.randn(N, RANK).bfloat16()
-    layer = SimpleNamespace(adapter_a=a, adapter_b=b, qerl_splits=SPLITS)
+    layer = SimpleNamespace(adapter_a=a, adapter_b=b, qerl_splits=SPLITS, bias=None, skip_bias_add=False)
     scale = found.block_scale.view(torch.float8_e4m3fn)
     NVFP4Method.set_weights(layer, found.packed, scale, found.global_scale)
     return layer, found.packed, found.block_scale.view(torch.uint8), found.global_scale

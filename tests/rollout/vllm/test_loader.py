@@ -28,7 +28,7 @@ def test_a_layer_that_the_trainer_does_not_have_is_refused(monkeypatch):
         ValueError, match=r"a layer 'model\.up' that the trainer's Sequential does not have.*use_vllm=False"
     ):
         published.module("model.up")
-    with pytest.raises(ValueError, match=r"vLLM's OfVLLM builds a layer without a name.*use_vllm=False"):
+    with pytest.raises(ValueError, match=r"vLLM's OfVLLM has a layer '' .*use_vllm=False"):
         published.module("")
 
 

@@ -27,7 +27,7 @@ def state(monkeypatch):
     model.qkv_proj = layer
     layer.quant_method = Method(list(NAMES), RANK)
     layer.weight = nn.Parameter(torch.randn(sum(WIDTHS), K), requires_grad=False)
-    layer.qerl_splits, layer.input_size_per_partition = list(WIDTHS), K
+    layer.qerl_splits, layer.input_size_per_partition, layer.tp_size, layer.tp_rank = list(WIDTHS), K, 1, 0
     layer.register_buffer("adapter_a", torch.zeros(len(NAMES) * RANK, K, dtype=torch.bfloat16))
     layer.register_buffer("adapter_b", torch.zeros(sum(WIDTHS), RANK, dtype=torch.bfloat16))
     norms = {name: nn.RMSNorm(K + i).requires_grad_(False) for i, name in enumerate(NORMS)}  # odd lengths too
@@ -76,7 +76,7 @@ def test_a_buffer_that_changed_is_named(state, half):
 
 def test_noise_is_the_trainers_and_leaves_no_trace(state):
     clean = {name: norm.weight.clone() for name, norm in state.norms.items()}
-    state.remember_clean(NORMS[:2])
+    state.declare_noisy(NORMS[:2])
     draw = NoiseDraw(0.05, 1, 2, 3)
     for other in (draw._replace(seed=2), draw):
         state.set_noise(other)

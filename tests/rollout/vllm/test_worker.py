@@ -18,7 +18,7 @@ def test_a_refusal_is_an_answer():
     update = {"layout": json.dumps([["norm", "x", "float32", [4]]]), "memory": f"qerl-{'0' * 32}", "checksum": ""}
     for changed, words in (
         ({}, "No such file"),
-        ({"memory": "../etc/passwd"}, "not the name"),
+        ({"memory": "../../etc/passwd"}, "No such file"),
         ({"layout": "[1]"}, "TypeError"),
         ({"layout": "no JSON"}, "Error"),
     ):

@@ -50,8 +50,7 @@ def compile_expected() -> None:
         options = {"norms": () if invariant else widths[dtype], "also": functools.partial(launch_each, dtype)}
         found = precompile(weights[dtype, invariant], dtype=dtype, tell=tell, batch_invariant=invariant, **options)
         if found.failed:
-            said = "%d kernels did not compile ahead; they are tried again when they are needed. The first error: %s"
-            logger.warning(said, len(found.failed), found.failed[0])
+            logger.info("%d kernels did not compile ahead. The first error: %s", len(found.failed), found.failed[0])
 
 
 def _weight(layer: Any) -> Weight:  # what our methods put on vLLM's layers has no declared type
@@ -60,6 +59,6 @@ def _weight(layer: Any) -> Weight:  # what our methods put on vLLM's layers has 
         K=layer.input_size_per_partition,
         splits=tuple(layer.qerl_splits),
         rank=0 if layer.adapter_b is None else layer.adapter_b.shape[1],
-        bias=getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False),
+        bias=layer.bias is not None and not layer.skip_bias_add,
         aligned=True,  # by _PackedMethod.set_weights
     )

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, SamplingParams
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.models import ModelRegistry
@@ -98,7 +98,7 @@ class InProcessEngine(Engine):
         if share:
             fuse_storage(model)
         if spec.batch_invariant:
-            switch_batch_invariant()
+            os.environ[BATCH_INVARIANT] = "1"  # vLLM reads it where an engine is built
         loader.publish(model, alias=share)
         try:
             own = {"enable_sleep_mode": sleeps, **isolation_arguments(model, spec, arguments or {})}
@@ -117,8 +117,7 @@ class InProcessEngine(Engine):
 
     @property
     def _running(self) -> SharedLLM:
-        if self.llm is None:
-            raise RolloutError("The engine was closed. Build the trainer again to generate in vLLM.")
+        assert self.llm is not None, "the engine was closed"
         return self.llm
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
@@ -138,8 +137,8 @@ class InProcessEngine(Engine):
     def reset_prefix_cache(self) -> None:
         if not self._running.reset_prefix_cache(reset_connector=True):
             raise RolloutError(
-                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would use attention states of the old adapter. Do "
-                "not call generate() from several threads."
+                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would use attention states of the old "
+                "adapter. Do not call generate() from several threads."
             )
         self._running.llm_engine.reset_encoder_cache()  # of pictures, by a tower that may be trained
 
@@ -164,12 +163,7 @@ class InProcessEngine(Engine):
         if self.sleeps and not self.asleep:
             self._slept = self.state.sums()
             # level 1 brings every byte back at its address: weights, adapter and noisy norms. Level 2 would lose them
-            try:
-                self._running.sleep(level=1)
-            except AssertionError as error:  # vLLM compares what the GPU has free before and after
-                raise RolloutError(
-                    f"vLLM could not sleep: {error} Give every process a GPU of its own, or set vllm_enable_sleep_mode=False."
-                ) from error
+            self._running.sleep(level=1)
             self.asleep = True
 
     def wake(self) -> None:
@@ -190,15 +184,6 @@ class InProcessEngine(Engine):
         if llm is not None:
             del self.state
             llm.llm_engine.engine_core.shutdown()
-
-
-def switch_batch_invariant() -> None:
-    """vLLM's batch-invariant mode for the engines of this process from here on: it reads its switch where an engine is built."""
-    os.environ[BATCH_INVARIANT] = "1"
-    if not getattr(envs, BATCH_INVARIANT, False):
-        raise RolloutError(
-            f"vllm_batch_invariant=True came too late for vLLM. Set {BATCH_INVARIANT}=1 in the environment before Python starts."
-        )
 
 
 def engine_model(llm: LLM) -> nn.Module:

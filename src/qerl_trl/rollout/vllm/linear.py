@@ -128,7 +128,8 @@ class AdaptedMethod(LinearMethodBase):
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         if self.batch_invariant and not self.can_be_batch_invariant:
             raise ValueError(
-                f"{BATCH_INVARIANT}=1 is set, and {self.names} are not NVFP4: their products depend on the batch. Leave that mode off, or quantize them."
+                f"{BATCH_INVARIANT}=1 is set, and {self.names} are not NVFP4: their products depend on the batch. Leave that mode off, or quantize "
+                "them."
             )
         layer.logical_widths = list(widths)
         if len(self.names) == len(widths):
@@ -136,15 +137,10 @@ class AdaptedMethod(LinearMethodBase):
         else:  # layers of the checkpoint are fused themselves (Phi-3, Qwen3.5), so the adapter and the tensor scale of each are one
             ranks, _ = parts_of(layer)
             splits = [sum(widths)] if len(self.names) == 1 else list(self.rows or ())
-            if sum(splits) != sum(widths):
+            if sum(splits) != sum(widths) or (self.rank and ranks > 1):
                 raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards, and nothing says which rows are whose. Use vllm_mode='colocate' with "
-                    "vllm_tensor_parallel_size=1, or use_vllm=False."
-                )
-            if self.rank and ranks > 1:
-                raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards, and their adapter cannot be split over {ranks} ranks. Use "
-                    "vllm_tensor_parallel_size=1."
+                    f"vLLM holds {self.names} as {len(widths)} shards, and nothing says which rows of this rank are whose. Use "
+                    "vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
                 )
         layer.qerl_splits = splits
         layer.input_size_per_partition, layer.output_size_per_partition = k, sum(widths)
@@ -181,7 +177,7 @@ def parts_of(layer: Layer) -> tuple[int, int]:
     """(tensor-parallel ranks that a layer is divided among, which of them this is). A replicated one says it is divided, too."""
     if isinstance(layer, ReplicatedLinear):
         return 1, 0
-    return getattr(layer, "tp_size", 1), getattr(layer, "tp_rank", 0)
+    return layer.tp_size, layer.tp_rank
 
 
 def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Loader) -> None:
@@ -191,18 +187,19 @@ def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loa
         layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
 
 
+def _check_scales(names: list[str], scales: Tensor) -> None:
+    if not bool(((scales > 0) & scales.isfinite()).all()):
+        raise ValueError(f"The scales of {names} are {scales.tolist()} after loading. Quantize the checkpoint again.")
+
+
 class _PackedMethod(AdaptedMethod):
     """The packed base, however it was loaded."""
 
     can_be_batch_invariant = True
 
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
-        if k % BLOCK_SIZE:
-            raise ValueError(
-                f"{self.names}: {k} input features on one rank are not a multiple of {BLOCK_SIZE}. Use a smaller tensor-parallel size, or keep the "
-                "layer dense (ignore)."
-            )
         super()._common(layer, k, widths, dtype)
+        layer.qerl_ready = False
         expect_layer(layer, dtype, self.batch_invariant)
 
     def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -248,19 +245,16 @@ class NVFP4Method(_PackedMethod):
         return (self.layout.global_scale,)
 
     def _divisors(self, layer: Layer) -> Tensor:
-        scales = getattr(layer, self.layout.global_scale).data
+        scales = layer.get_parameter(self.layout.global_scale).data
         return scales if self.layout.divides else 1.0 / scales.float()
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         compile_expected()
-        if getattr(layer, "qerl_ready", False):
+        if layer.qerl_ready:
             return
         divisors = self._divisors(layer)[: len(layer.qerl_splits)]
-        if not bool(torch.isfinite(divisors).all()) or not bool((divisors > 0).all()):
-            raise ValueError(
-                f"The tensor scales of {self.names} are {divisors.tolist()} after loading. Quantize the checkpoint again."
-            )
-        packed, scale = (getattr(layer, name).data for name in (self.layout.packed, self.layout.block_scale))
+        _check_scales(self.names, divisors)
+        packed, scale = (layer.get_parameter(name).data for name in (self.layout.packed, self.layout.block_scale))
         for name in (self.layout.packed, self.layout.block_scale, *self._per_tensor()):
             delattr(layer, name)
         self.set_weights(layer, packed, scale, self.row_scale(divisors, layer.qerl_splits))
@@ -287,22 +281,14 @@ class OnlineNVFP4Method(_PackedMethod):
 
         weight = torch.empty(sum(widths), k, dtype=dtype, device="meta")
 
-        def checked_loader(param: Parameter, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not loaded.is_floating_point():
-                raise ValueError(
-                    f"{self.names}: the checkpoint holds {loaded.dtype} weights, and its config.json has no quantization_config that names their layout."
-                )
-            assert weight_loader is not None  # LinearBase always gives one
-            return weight_loader(param, loaded, *args, **kwargs)
-
-        parameter = ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=checked_loader)
+        parameter = ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", parameter)
         initialize_online_processing(layer)
 
     @torch.no_grad()
     def process_weights_after_loading(self, layer: Layer) -> None:
         compile_expected()
-        if getattr(layer, "qerl_ready", False):
+        if layer.qerl_ready:
             return
         weight = layer.weight.data
         amax = largest_magnitude(weight)
@@ -347,10 +333,7 @@ class ModelOptFP8Method(DenseMethod):
         if layer.weight.dtype == self.dtype:
             return
         codes, scales = layer.weight.data.split(layer.qerl_splits), layer.weight_scale.data
-        if not bool((scales > 0).all()):  # NaN neither
-            raise ValueError(
-                f"The scales of {self.names} are {scales.tolist()} after loading. Quantize the checkpoint again."
-            )
+        _check_scales(self.names, scales)
         parts = [dequantize_fp8(part, scale, self.dtype) for part, scale in zip(codes, scales, strict=False)]
         for name in ("weight", *self._PER_TENSOR):
             delattr(layer, name)

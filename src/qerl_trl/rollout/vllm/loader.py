@@ -12,9 +12,10 @@ while the engine lives: no `.to()`, no offloading, no rebinding.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.nn import Parameter
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,6 +27,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from ...nvfp4.architectures import in_tower
 from ...nvfp4.fused import give_back_cached, one_storage
 from ...nvfp4.linear import PACKED, NVFP4Linear
+from ...support.names import full_tensor
 from .linear import AdaptedMethod, DenseMethod, Layer
 from .nf4 import NF4Method, is_nf4
 from .norm import make_noisy
@@ -35,7 +37,7 @@ LOAD_FORMAT = "qerl_trainer"
 
 def base_model(model: Any) -> nn.Module:
     """The transformers model inside PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @dataclass
@@ -60,15 +62,10 @@ class Published:
         Raises:
             `ValueError`: the trainer's model has no such layer.
         """
-        if not name:
+        if not name or name not in self.modules:
             raise ValueError(
-                f"vLLM's {get_current_vllm_config().model_config.architecture} builds a layer without a name, so nothing says which of the trainer's it "
-                "is. Use use_vllm=False for this architecture."
-            )
-        if name not in self.modules:
-            raise ValueError(
-                f"vLLM's model has a layer {name!r} that the trainer's {type(base_model(self.model)).__name__} does not have. Use use_vllm=False for "
-                "this architecture."
+                f"vLLM's {get_current_vllm_config().model_config.architecture} has a layer {name!r} that the trainer's "
+                f"{type(base_model(self.model)).__name__} does not have. Use use_vllm=False for this architecture."
             )
         return self.modules[name]
 
@@ -81,7 +78,7 @@ class Published:
             return "nf4"
         if type(module).__module__.startswith("bitsandbytes"):
             raise ValueError(
-                f"{name} is a {type(module).__name__} of bitsandbytes, which the engine cannot read. Use load_in_4bit, bf16 or NVFP4, or use_vllm=False."
+                f"{name} is a {type(module).__name__} of bitsandbytes, which the engine cannot read. Use load_in_4bit, bf16 or NVFP4."
             )
         return "dense"
 
@@ -93,8 +90,7 @@ class Published:
                 if id(parameter) in seen or (key == "weight" and is_nf4(module)):
                     continue
                 seen.add(id(parameter))
-                tensor = parameter.detach()
-                tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                tensor = full_tensor(parameter)
                 if isinstance(module, NVFP4Linear) and key == "weight_scale":
                     tensor = tensor.view(torch.float8_e4m3fn)
                 elif isinstance(module, NVFP4Linear) and key == "weight_global_scale":
@@ -143,8 +139,8 @@ def fused_rows(tensors: list[torch.Tensor], names: list[str]) -> torch.Tensor:
         start = first.storage_offset() + rows * first.stride(0)
         if not same or not tensor.is_contiguous() or tensor.storage_offset() != start:
             raise RuntimeError(
-                f"The trainer's {names} are not consecutive slices of one storage, so vLLM cannot read them as one layer: something moved the model "
-                "after it was loaded. Pass share_weights=False."
+                f"The trainer's {names} are not slices of one storage any more, so vLLM cannot read them as one layer: something moved the model. Pass "
+                "share_weights=False."
             )
         rows += tensor.shape[0]
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
@@ -219,17 +215,11 @@ class TrainerLoader(BaseModelLoader):
     @staticmethod
     def _alias_embedding(name: str, layer: Layer, published: Published) -> set[str]:
         source = published.module(name).weight
-        if source.requires_grad:
-            raise ValueError(
-                f"{name} is trained, but vLLM would read the trainer's tensor. Freeze it (LoRA does), or pass share_weights=False."
-            )
-        if source.shape == layer.weight.shape and source.dtype == layer.weight.dtype:
-            layer.weight = Parameter(source.data, requires_grad=False)
-            return {f"{name}.weight"}
-        # vLLM pads the vocabulary
-        padded = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device=source.device)
-        padded[: source.shape[0]].copy_(source)
-        layer.weight = Parameter(padded, requires_grad=False)
+        data = source.data
+        if (data.shape, data.dtype) != (layer.weight.shape, layer.weight.dtype):  # vLLM pads the vocabulary
+            data = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device=source.device)
+            data[: source.shape[0]].copy_(source)
+        layer.weight = Parameter(data, requires_grad=False)
         return {f"{name}.weight"}
 
 
@@ -237,17 +227,8 @@ class TrainerLoader(BaseModelLoader):
 _BASE_PREFIX = "model."
 
 
-class Mapper(Protocol):
-    """The part of vLLM's `WeightsMapper` that is used: renaming rules, each from a checkpoint's spelling to vLLM's."""
-
-    @property
-    def orig_to_new_prefix(self) -> Mapping[str, str | None]: ...
-    @property
-    def orig_to_new_substr(self) -> Mapping[str, str | None]: ...
-    @property
-    def orig_to_new_suffix(self) -> Mapping[str, str | None]: ...
-
-    def apply_list(self, values: list[str]) -> list[str]: ...
+#: vLLM's `WeightsMapper`: renaming rules, each from a checkpoint's spelling to vLLM's
+Mapper = Any
 
 
 @dataclass
@@ -268,8 +249,7 @@ class Renaming:
             spellings = list(_spellings(name, mapper))
             if not spellings:
                 raise ValueError(
-                    f"vLLM's class renames modules in a way that cannot be turned back for its layer {name!r}, so it is not known "
-                    "which layer of the checkpoint that is. Use use_vllm=False for this architecture."
+                    f"vLLM's class renames its layer {name!r} in a way that cannot be turned back. Use use_vllm=False for this architecture."
                 )
             name = next((spelling for spelling in spellings if spelling in known), spellings[0])
         return name

@@ -69,15 +69,7 @@ class NF4Method(AdaptedMethod):
     def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:
         """Install the 4-bit weights of the trainer's `modules`, one per shard: the same tensors, or copies without `alias`."""
         states = [module.weight.quant_state for module in modules]
-        k = layer.input_size_per_partition
-        shapes = [tuple(state.shape) for state in states]
-        if shapes != [(width, k) for width in layer.qerl_splits]:
-            raise ValueError(f"The trainer's {self.names} have shapes {shapes}; vLLM needs {layer.qerl_splits} x {k}.")
         kinds = {(s.quant_type, s.dtype, s.nested, s.blocksize, s.state2.blocksize if s.nested else 0) for s in states}
-        if len(kinds) != 1:
-            raise ValueError(
-                f"{self.names} form one layer in vLLM but were quantized in different ways: {sorted(map(str, kinds))}."
-            )
         ((layer.nf4_kind, layer.nf4_dtype, nested, *blocks),) = kinds
         layer.nf4_blocks = blocks
         tensors: list[Tensor] = []
@@ -93,7 +85,7 @@ class NF4Method(AdaptedMethod):
         layer.nf4_tensors = len(tensors)
 
     def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weights = [getattr(layer, f"nf4_{index}") for index in range(layer.nf4_tensors)]
+        weights = [layer.get_buffer(f"nf4_{index}") for index in range(layer.nf4_tensors)]
         how = layer.nf4_blocks, layer.nf4_kind, layer.nf4_dtype
         adapter = layer.adapter_a, layer.adapter_b, layer.qerl_splits
         return torch.ops.qerl.nf4_linear(x, weights, *how, bias, *adapter)

@@ -93,14 +93,8 @@ else:
 def install() -> None:
     """Register our classes in vLLM's out-of-tree registry, once per process, when an engine asks for our method."""
     for name, (parent, ours, op_name) in _CLASSES.items():
-        registered = op_registry_oot.get(name)
-        if registered is ours:
+        if op_registry_oot.get(name) is ours:
             continue
-        if registered is not None:
-            raise RuntimeError(
-                f"Another vLLM plugin has replaced {name} by {registered.__module__}.{registered.__qualname__}, so noise would not work. Disable it "
-                "(VLLM_PLUGINS lists the ones to load)."
-            )
         parent.register_oot(ours, name=name)
         ours.name = op_name  # the name by which compilation_config.custom_ops switches the stock class
 

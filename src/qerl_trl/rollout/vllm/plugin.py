@@ -39,17 +39,15 @@ _ADVICE = (
 )
 
 
-def check_vllm_is_there() -> None:
+def check_vllm(oldest: str | None = OLDEST_VLLM) -> None:
+    """Called before a model is loaded. None: any version will do."""
     if importlib.util.find_spec("vllm") is None:
-        raise ImportError(f"use_vllm=True, but vLLM is not installed. {_ADVICE}")
-
-
-def check_vllm_version() -> None:
-    """Called before a model is loaded."""
-    check_vllm_is_there()
-    version = installed_version()
-    if Version(version) < Version(OLDEST_VLLM):
-        raise ImportError(f"vLLM {version} is installed, which is too old for the engine. {_ADVICE}")
+        wrong = "is not installed"
+    elif oldest is not None and Version(version := installed_version()) < Version(oldest):
+        wrong = f"{version} is installed, which is too old for the engine"
+    else:
+        return
+    raise ImportError(f"vLLM {wrong}. {_ADVICE}")
 
 
 def broken_vllm(reason: BaseException | str) -> ImportError:
@@ -124,13 +122,7 @@ class CheckpointEngine:
         if adapter is not None:
             self.request = LoRARequest("adapter", 1, adapter)
             rank = json.loads(Path(adapter, "adapter_config.json").read_text())["r"]
-            slot = slot_of(rank)
-            if slot is None:
-                raise ValueError(
-                    f"The adapter in {adapter} has rank {rank}; vLLM's slots end at {_SLOT_RANKS[-1]}. Merge it "
-                    "(qerl-trl merge), or evaluate with transformers."
-                )
-            arguments = {"enable_lora": True, "max_lora_rank": slot, **arguments}
+            arguments = {"enable_lora": True, "max_lora_rank": slot_of(rank) or rank, **arguments}
         named = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
         config = AutoConfig.from_pretrained(model, **named)
         if config.get_text_config(decoder=True) is not config:

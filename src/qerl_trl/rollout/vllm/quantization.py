@@ -13,7 +13,7 @@ Options travel in vLLM's own `additional_config` (`--additional-config` of `vllm
               "scale_rule": "rtn",                                    when quantizing at load
               "ignore": ["re:.*mlp.gate$"],                           layers that stay dense, as modules_to_not_convert
               "base": "nvfp4" | "dense",                              "dense": keep a bf16 checkpoint as it is
-              "batch_invariant": true}}                               refuse to start without VLLM_BATCH_INVARIANT=1
+              "batch_invariant": true}}                               compiled graphs of their own; VLLM_BATCH_INVARIANT=1 is the switch
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 
 from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
 from ...nvfp4.checkpoints import METHOD, Selection, check_entries, parse_quantization_config
-from ..engine import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant, secret
+from ..engine import WORKER_EXTENSION, secret
 from . import loader, norm
 from .linear import (
     AdaptedMethod,
@@ -66,8 +66,8 @@ class EngineOptions:
     scale_rule: str = "rtn"
     base: str = "nvfp4"
     ignore: tuple[str, ...] = ()
-    batch_invariant: bool = False
-    holds: str = ""  # EngineSpec.holds: not read here
+    batch_invariant: bool = False  # this and the next are for vLLM's cache of compiled graphs: not read here
+    holds: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", check_entries(self.ignore, "qerl option ignore"))
@@ -82,19 +82,13 @@ class EngineOptions:
     def current(cls) -> "EngineOptions":
         """The options of the engine that is being built."""
         config = get_current_vllm_config().additional_config
-        options = cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
-        if options.batch_invariant and not batch_invariant():
-            raise ValueError(
-                f"The trainer asks for vLLM's batch-invariant mode, which is off in this process. Set {BATCH_INVARIANT}=1 in its environment, or "
-                "leave vllm_batch_invariant out."
-            )
-        return options
+        return cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
 
 
 def _model_type() -> str | None:
     """The text decoder's `model_type` of the engine that is being built."""
     model = get_current_vllm_config().model_config
-    return None if model is None else getattr(model.hf_text_config, "model_type", None)
+    return None if model is None else model.hf_text_config.model_type
 
 
 def _format_of(name: str, columns: int, selection: Selection, options: EngineOptions) -> str:

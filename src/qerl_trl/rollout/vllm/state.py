@@ -8,7 +8,6 @@ nothing. What each adapter buffer then has to hold is remembered as a sum of its
 `contents` finds a copy that was lost or was made by half.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -146,30 +145,29 @@ class RolloutState:
 
     def _checked(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """`bits` of what the adapter's buffers have to hold after this update."""
-        unknown = sorted(set(adapter) - set(self.slots))
-        if unknown or not adapter:
-            raise ValueError(
-                f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM ({unknown[:4]}). Give the engine the "
-                "adapter's own target modules."
-            )
-        if unknown := sorted(set(norms) - set(self.norms)):
-            raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
-        problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
-        for name, weight in norms.items():
-            if weight.shape != (own := self.norms[name].weight.shape):
-                problems.append(f"{name} came as {tuple(weight.shape)}, and is {tuple(own)}")
+        problems = [f"vLLM has no buffers for {name}" for name in adapter if name not in self.slots]
+        problems += [f"vLLM has no norm {name}" for name in norms if name not in self.norms]
+        if not problems:
+            problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
+            for name, weight in norms.items():
+                if weight.shape != (own := self.norms[name].weight.shape):
+                    problems.append(f"{name} came as {tuple(weight.shape)}, and is {tuple(own)}")
+        found: dict[str, int] = {}
+        if not problems:
+            parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
+            factors = [factor for t in adapter.values() for factor in (1.0, t.scaling)]
+            sums, finite = rounded(parts, factors, next(iter(self.slots.values())).a_RK)
+            came = [f"{name}.lora_{half}" for name in adapter for half in "AB"]
+            found = dict(zip(came, sums.tolist(), strict=True))
+            bad = not_finite(norms.items())
+            bad += [name for name, good in zip(came, finite.tolist(), strict=True) if not good]
+            problems = [f"{name} holds NaN or infinity" for name in bad]
         if problems:
-            raise ValueError(_refusal(problems))
-        buffer = next(iter(self.slots.values())).a_RK
-        parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
-        factors = [factor for t in adapter.values() for factor in (1.0, t.scaling)]
-        found, finite = rounded(parts, factors, buffer)
-        came = [f"{name}.lora_{half}" for name in adapter for half in "AB"]
-        bad = not_finite(norms.items())
-        bad += [name for name, good in zip(came, finite.tolist(), strict=True) if not good]
-        if bad:
-            raise ValueError(_refusal([f"{name} holds NaN or infinity" for name in bad]))
-        return dict.fromkeys(self._bits, 0) | dict(zip(came, found.tolist(), strict=True))
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            raise ValueError(
+                f"The update cannot be taken, and nothing has changed: {'; '.join(problems[:3])}{more}. Send one that was made for this model."
+            )
+        return dict.fromkeys(self._bits, 0) | found
 
     def _groups(self, adapter: Mapping[str, AdapterTensors]) -> Iterator[list[str]]:
         """The adapter's layers, as many at a time as are small together."""
@@ -190,14 +188,6 @@ class RolloutState:
         if any(factor != 1.0 for factor in factors):
             parts[1::2] = torch._foreach_mul([b.float() for b in parts[1::2]], factors)
         return parts
-
-    @torch.no_grad()
-    def clear_adapter(self) -> None:
-        """Adapter off: the bare base model."""
-        for name, slot in self.slots.items():
-            slot.a_RK.zero_()
-            slot.b_NR.zero_()
-            self._bits |= {f"{name}.lora_A": 0, f"{name}.lora_B": 0}
 
     # ------------------------------------------------------------------ weights that are trained themselves
 
@@ -221,8 +211,8 @@ class RolloutState:
         wrong = self.differing(dict(ends.values()))
         if not loaded or wrong:
             raise RolloutError(
-                f"{len(came)} trained weights were sent to vLLM's {type(self.model).__name__}, which took {len(loaded or ())} and holds other values "
-                f"in {wrong}. Use use_vllm=False for this architecture."
+                f"vLLM's {type(self.model).__name__} took {len(loaded or ())} of {len(came)} trained weights and holds other values in {wrong}. Use "
+                "use_vllm=False for this architecture."
             )
         if self._names:
             self._clean = self._gather()
@@ -245,15 +235,11 @@ class RolloutState:
 
     # ------------------------------------------------------------------ noise
 
-    def declare_noisy(self, names: Iterable[str]) -> None:
-        """As `remember_clean`, where other norms carry noise than before."""
-        if (names := tuple(names)) != self._names:
-            self.remember_clean(names)
-
     @torch.no_grad()
-    def remember_clean(self, names: Iterable[str]) -> None:
-        """Declare which norms carry noise, by canonical names in a fixed order, and keep clean copies. Noise is off afterwards."""
-        names = tuple(names)
+    def declare_noisy(self, names: Iterable[str]) -> None:
+        """Which norms carry noise, by canonical names in a fixed order. Keeps clean copies, and turns noise off, where others did before."""
+        if (names := tuple(names)) and names == self._names:
+            return
         unknown = sorted(set(names) - set(self.norms))
         if unknown or not names:
             raise ValueError(
@@ -284,8 +270,7 @@ class RolloutState:
     @torch.no_grad()
     def set_noise(self, draw: NoiseDraw) -> None:
         """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone."""
-        self.check_draw(draw)
-        assert self._clean is not None
+        assert self._clean is not None, "declare_noisy comes first"
         weights = self._weights()
         noisy = self._clean
         if draw.sigma > 0:
@@ -295,15 +280,6 @@ class RolloutState:
             noisy = self._clean + unit * draw.sigma
         _copy(weights, self._split(noisy))
         self.draw = draw
-
-    def check_draw(self, draw: NoiseDraw) -> None:
-        """Whether `set_noise` takes it."""
-        if not (math.isfinite(draw.sigma) and draw.sigma >= 0):
-            raise ValueError(
-                f"Noise of sigma {draw.sigma} was asked for; a standard deviation is finite and not negative. Nothing changed."
-            )
-        if self._clean is None:
-            raise RuntimeError("The engine does not know which norms carry noise: call remember_clean(names) first.")
 
     def clear_noise(self) -> None:
         """Noise off: the clean norms, bit for bit."""
@@ -333,8 +309,3 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors, converting dtypes, with few kernel launches."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def _refusal(problems: list[str]) -> str:
-    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-    return f"The update cannot be taken, and nothing has changed: {'; '.join(problems[:3])}{more}. Send one that was made for this model."

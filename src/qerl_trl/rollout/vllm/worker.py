@@ -3,35 +3,25 @@
 `EngineSpec.serve_command` gives the command that starts a server with it. vLLM mixes `QeRLWorkerExtension` into its worker. `RolloutEndpoint`, an
 ASGI middleware in front of the server, asks for the trainer's secret and calls these methods. Arguments are text; nothing is unpickled.
 
-Open to everybody are `/health` and `/metrics`. With the secret come vLLM's own paths, and two for the trainer: `CALL` runs a method of the
-worker extension on every rank and resets the prefix cache, `LISTEN` opens the port for updates from another host.
+Open to everybody are `/health` and `/metrics`. With the secret come vLLM's own paths, and one for the trainer: POST to `CALL` runs a method of the
+worker extension on every rank, PUT takes an update from another host.
 """
 
 import functools
 import json
 import logging
-import os
-import secrets
-import socket
-import ssl
-import threading
-from collections.abc import Awaitable, Callable, MutableMapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ...noise.generator import sample as noise_sample
 from ...noise.hooks import NoiseDraw
-from ..engine import CALL, LISTEN, MESSAGE_TIMEOUT, PORT, is_allowed, secret
+from ..engine import CALL, MESSAGE_TIMEOUT, batch_invariant, is_allowed, secret
 from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
 from .linear import DenseMethod
 from .state import RolloutState
-
-#: another one after a restart
-_RUN = secrets.token_hex(8)
 
 
 def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
@@ -40,9 +30,9 @@ def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
     @functools.wraps(method)
     def answering(self, *args: str) -> dict:
         try:
-            return method(self, *args) | {"run": _RUN}
+            return method(self, *args)
         except (ValueError, RuntimeError, TypeError, KeyError, OSError) as error:
-            return {"error": f"{type(error).__name__}: {error}", "run": _RUN}
+            return {"error": f"{type(error).__name__}: {error}"}
 
     return answering
 
@@ -69,8 +59,8 @@ class QeRLWorkerExtension:
         """What this rank holds ([`describe`]), without the noise of an earlier run, and whether it can open the shared memory `name`."""
         if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
             raise ValueError(
-                f"--data-parallel-size {engines} makes {engines} engines, and vLLM passes on the answers of the first only, so an update that "
-                "another refuses would be lost. Start the server without it."
+                f"--data-parallel-size {engines} makes {engines} engines, and vLLM answers for the first only, so an "
+                "update that another refuses would be lost. Start the server without it."
             )
         self._qerl_state().clear_noise()
         return describe(self._qerl_state(), self.vllm_config) | {"same_host": SharedMemory.is_here(name)}
@@ -87,7 +77,6 @@ class QeRLWorkerExtension:
         draw = asked["draw"] and NoiseDraw(*asked["draw"])
         if draw:
             state.declare_noisy(asked["noisy"])
-            state.check_draw(draw)
         if update := asked["update"]:
             layout = UpdateLayout.parse(update["layout"])
             flat = self._qerl_read(update["memory"], layout.nbytes)
@@ -118,41 +107,6 @@ class QeRLWorkerExtension:
         return self._qerl_state().contents()._asdict()
 
 
-class Receiver(ThreadingHTTPServer):
-    """Takes updates from a trainer on another host, as the body of a PUT, and answers with the name of the memory that holds it. Listens on
-    address `host`; `certificate` and `key` are files for TLS."""
-
-    def __init__(self, host: str, secret: str, certificate: str | None = None, key: str | None = None) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, int(os.environ.get(PORT) or 0)), _Upload)
-        if certificate:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(certificate, key)
-            self.socket = context.wrap_socket(self.socket, server_side=True)
-        self.secret = secret
-        self.memory: SharedMemory | None = None
-        threading.Thread(target=self.serve_forever, name="qerl-receiver", daemon=True).start()
-
-
-class _Upload(BaseHTTPRequestHandler):
-    server: Receiver
-    timeout = 60
-
-    def do_PUT(self) -> None:
-        if not is_allowed(self.headers.get("Authorization"), self.server.secret):
-            return self.send_error(401)
-        size, memory = int(self.headers["Content-Length"]), self.server.memory
-        if memory is None or memory.size != size:
-            memory = self.server.memory = SharedMemory(size, torch.device("cpu"))
-        if self.rfile.readinto(memory.data.numpy().data) == size:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(memory.name.encode())
-
-    def log_message(self, *args: object) -> None:
-        """Nothing: one line per update would fill the log."""
-
-
 def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
     """Answer of `qerl_describe`: settings, adapter buffers, and `WeightSummary` per weight under the checkpoint's names. JSON-able."""
     weights: dict[str, WeightSummary] = {}
@@ -167,7 +121,7 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
             weights[name] = summary(
                 "nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=float(divisor)
             )
-        if getattr(layer, "bias", None) is not None:
+        if layer.bias is not None:
             weights[f"{name}.bias"] = summary("bias", layer.bias[rows])
     for name, module in state.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
@@ -181,10 +135,10 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
         "weights": weights,
         "adapter_ranks": {name: int(slot.layer.adapter_b.shape[1]) for name, slot in state.slots.items()},
         "options": options.get("qerl", {}),
+        "batch_invariant": batch_invariant(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": str(config.model_config.logprobs_mode),
         "max_model_len": int(config.model_config.max_model_len),
-        "noise": noise_sample(next(state.model.parameters()).device),
     }
 
 
@@ -199,7 +153,7 @@ class RolloutEndpoint:
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app, self._secret = app, secret()
-        self._receiver: Receiver | None = None
+        self._memory: SharedMemory | None = None  # of updates from another host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope.get("method"), scope.get("path")
@@ -210,40 +164,47 @@ class RolloutEndpoint:
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 await _answer(send, 401, {"error": "This rollout server takes requests of its trainer only."})
-        elif method == "POST" and path in (CALL, LISTEN):
+        elif path == CALL and method in ("POST", "PUT"):
             try:
-                await _answer(send, 200, await self._call(scope, receive) if path == CALL else self._listen(scope))
+                await _answer(send, 200, await (self._call if method == "POST" else self._take)(scope, receive))
             except Exception as error:
-                logger.exception("%s failed", path)
+                logger.exception("%s %s failed", method, path)
                 await _answer(send, 400, {"error": f"{type(error).__name__}: {error}"})
         else:
             await self.app(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        message = await receive()
-        body = message.get("body", b"")
-        while message.get("more_body"):
-            message = await receive()
-            body += message.get("body", b"")
-        asked, engine, answer = json.loads(body), scope["app"].state.engine_client, {}
-        if method := asked["method"]:
-            if not method.startswith("qerl_"):
-                raise ValueError(f"{method!r} is not a method of the worker extension.")
-            results = await engine.collective_rpc(method=method, timeout=MESSAGE_TIMEOUT, args=tuple(asked["args"]))
-            answer["results"] = results
-        if asked["reset"]:
-            # with what a connector keeps elsewhere (--kv-offloading-size, LMCache)
-            answer["reset"] = await engine.reset_prefix_cache(reset_connector=True) is not False
-        if self._receiver is not None and self._receiver.memory is not None:
-            self._receiver.memory.unlink()  # the workers have mapped it
-        return answer
+        asked = json.loads(b"".join([part async for part in _body(receive)]))
+        engine, method = scope["app"].state.engine_client, asked["method"]
+        results = await engine.collective_rpc(method=method, timeout=MESSAGE_TIMEOUT, args=tuple(asked["args"]))
+        if method == "qerl_describe":
+            self._memory = None  # of an earlier trainer
+        if method != "qerl_put":
+            return {"results": results, "reset": True}
+        if self._memory is not None:
+            self._memory.unlink()  # the workers have mapped it
+        # with what a connector keeps elsewhere (--kv-offloading-size, LMCache)
+        return {"results": results, "reset": await engine.reset_prefix_cache(reset_connector=True) is not False}
 
-    def _listen(self, scope: Scope) -> dict[str, int]:
-        if self._receiver is None:
-            options = scope["app"].state.args
-            self._receiver = Receiver(scope["server"][0], self._secret, options.ssl_certfile, options.ssl_keyfile)
-        self._receiver.memory = None  # of an earlier trainer
-        return {"port": self._receiver.server_port}
+    async def _take(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        """Write an update into memory of this host, which the workers will map."""
+        size, start = int(dict(scope["headers"])[b"content-length"]), 0
+        if self._memory is None or self._memory.size != size:
+            self._memory = SharedMemory(size, torch.device("cpu"))
+        data = self._memory.data.numpy().data
+        async for part in _body(receive):
+            data[start : start + len(part)] = part
+            start += len(part)
+        return {"memory": self._memory.name}
+
+
+async def _body(receive: Receive) -> AsyncIterator[bytes]:
+    """The parts of a request's body."""
+    more = True
+    while more:
+        message = await receive()
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
 
 
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
