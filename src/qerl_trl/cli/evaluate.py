@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,11 +29,9 @@ def evaluate(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            help="gsm8k (default), math500, amc23, aime24, aime25; a file, folder with test.jsonl, or Hub id."
-        ),
+        typer.Option(help="Without a task: gsm8k (default), math500, amc23, aime24, aime25; a file, folder or Hub id."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -50,17 +48,15 @@ def evaluate(
     """Measure accuracy, noise off, with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens) or a task's."""
     from qerl_trl.checkpoint import seal
     from qerl_trl.checkpoint.records import public_name
-    from qerl_trl.publish.load import recorded_settings, require_model, require_whole
+    from qerl_trl.publish.load import recorded_settings, require_adapter, require_whole
     from qerl_trl.tasks import evaluation
 
     folder = Path(model)
     adapter = folder if (folder / "adapter_config.json").is_file() else None
-    if folder.is_dir():
-        require_model(folder)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        require_adapter(folder)
     if adapter:
         require_whole(adapter)
-    if engine not in ("transformers", "vllm"):
-        raise ValueError(f"--engine {engine} is unknown. Choose transformers or vllm.")
     settings = recorded_settings(folder) if folder.is_dir() else {}
     said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
@@ -109,8 +105,6 @@ def _chosen(
     said = {"chat_template_kwargs": recorded_template_kwargs(settings), **said}
     said = {name: value for name, value in said.items() if value is not None}
     if named is not None:
-        if data is not None:
-            raise ValueError("--task and --data are both given. A task has data of its own: leave one of them out.")
         task = Task.read(task_file(named))
         held_out = task.splits()[1]
         return dataclasses.replace(_protocol_of(task, held_out, settings), **said), Path(named).stem, task, held_out

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -22,7 +22,7 @@ Overwrite = Annotated[
 ]
 BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the base. Default: what the adapter says.")]
 BaseFormat = Annotated[
-    str | None, typer.Option(help="nvfp4 or bf16: the base's format. Default: what the run recorded.")
+    Literal["nvfp4", "bf16"] | None, typer.Option(help="The base's format. Default: what the run recorded.")
 ]
 AllowOtherBase = Annotated[
     bool, typer.Option("--allow-other-base", help="Take a base with other weights than the run's; it is recorded.")
@@ -30,19 +30,10 @@ AllowOtherBase = Annotated[
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
 
 
-def _checked_dtype(said: str | None) -> str | None:
-    if said not in (None, "bfloat16", "float16", "float32"):
-        raise ValueError(f"--dtype {said} is none of bfloat16, float16, float32.")
-    return said
-
-
 #: of a merge
 WrittenDtype = Annotated[
-    str | None,
-    typer.Option(
-        callback=_checked_dtype,
-        help="bfloat16 (default), float16 or float32: of what --as bf16 writes, not of what is computed in.",
-    ),
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option(help="Of what --as bf16 writes, not of what is computed in. Default: bfloat16."),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
 NumProcesses = Annotated[
@@ -118,7 +109,7 @@ class _Lines:
 
 #: what a finished run was started with, in its folder
 STARTED_NAME = "arm.json"
-_VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from_checkpoint")
+_VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from_checkpoint", "hub_model_id")
 
 
 def train(
@@ -192,8 +183,8 @@ def arms(
     from qerl_trl.checkpoint import seal
     from qerl_trl.tasks import arms as comparison
 
-    seeds = seeds or [1, 2, 3]
-    comparison.check(arms, seeds)
+    arms, seeds = list(dict.fromkeys(arms)), list(dict.fromkeys(seeds or [1, 2, 3]))
+    comparison.check(arms)
     further = list(context.args)
     _refuse_varied(further)
     file = config_file(config)
@@ -226,8 +217,9 @@ def arms(
         print_result(found, as_json, [comparison.table(found)])
     if failed:
         raise RuntimeError(
-            f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log beside each folder of "
-            f"{output_dir}. Start the same command again: runs that have ended stay, the others are resumed."
+            f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log "
+            f"beside each folder of {output_dir}. Start the same command again: runs that have ended stay, the others "
+            "are resumed."
         )
 
 
@@ -252,14 +244,10 @@ def _run(words: Sequence[str], config: Path, folder: Path, command: Sequence[str
 
 def _refuse_varied(further: list[str]) -> None:
     """Options that each run gets from `arms` itself."""
-    names = {word: word.split("=")[0].removeprefix("--").replace("-", "_") for word in further if word.startswith("--")}
-    if taken := [word for word, name in names.items() if name in _VARIED]:
+    if taken := [w for w in further if w.startswith("--") and w[2:].split("=")[0].replace("-", "_") in _VARIED]:
         raise ValueError(
-            f"{' '.join(taken)} is what qerl-trl arms gives to each run: use --arms, --seeds and --output_dir."
-        )
-    if "hub_model_id" in names.values():
-        raise ValueError(
-            "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
+            f"{' '.join(taken)} cannot be one for all runs: qerl-trl arms gives each its own. Leave it out, or use --arms, "
+            "--seeds and --output_dir."
         )
 
 
@@ -283,12 +271,10 @@ def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(jobs)
     try:
         yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(_running):
-            process.terminate()
-        raise
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(_running):  # none where all have ended
+            process.terminate()
         pool.shutdown()
 
 

@@ -62,12 +62,7 @@ _RELATIONS = {
 def template_folder() -> Path:
     """Where the templates are: inside the installed package, or at the top of a source checkout."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "hub_cards", package.parents[1] / "hub_cards" / "templates"):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(
-        f"The card templates are in neither {package / 'hub_cards'} nor a source checkout. Reinstall qerl-trl."
-    )
+    return folder if (folder := package / "hub_cards").is_dir() else package.parents[1] / "hub_cards" / "templates"
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
@@ -186,8 +181,6 @@ def _templates(folder: Path) -> jinja2.Environment:
 
 def render(facts: Facts) -> str:
     """The card as markdown with its YAML header."""
-    if facts.get("kind") not in TEMPLATES:
-        raise ValueError(f"There is no card for kind={facts.get('kind')!r}; known are {', '.join(TEMPLATES)}.")
     model = facts["settings"].get("model") or ""
     base = facts.get("base_model") or (model if is_hub_id(model) else None)
     facts = _public(facts)
@@ -395,8 +388,7 @@ def _check_results(content: dict[str, Any]) -> None:
 
 def _check_evaluation(content: dict[str, Any]) -> None:
     _check_accuracy(content)
-    if not isinstance(content["dataset"], str) or not set(_PROTOCOL) <= content["protocol"].keys():
-        raise TypeError("no dataset, or no protocol")
+    [content["dataset"].strip(), *(content["protocol"][name] for name in _PROTOCOL)]
 
 
 def _check_accuracy(measured: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from peft import PeftConfig, PeftModel
-from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint import fingerprint, seal
@@ -45,7 +44,7 @@ Exportable = OnlineTrainer | TrainedPolicy | PeftModel | PreTrainedModel
 
 
 def is_trainer(exported: Exportable) -> TypeGuard[OnlineTrainer]:
-    return hasattr(exported, "accelerator")
+    return not isinstance(exported, (TrainedPolicy, torch.nn.Module))
 
 
 def trained_policy_of(exported: Exportable, tokenizer: PreTrainedTokenizerBase | None = None) -> TrainedPolicy:
@@ -88,14 +87,10 @@ def load_policy(
     base_model = base_model or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
     recorded = settings.get("base_format")
     base_format = base_format or recorded
-    if base_format is None:
-        raise ValueError(
-            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' "
-            "(--base-format nvfp4) if it was trained by a QeRL trainer with its default, or 'bf16'."
-        )
     if base_format not in ("nvfp4", "bf16"):
         raise ValueError(
-            f"base_format={base_format!r} cannot be exported; use an adapter on an 'nvfp4' or 'bf16' base."
+            f"base_format={base_format!r} for {adapter}, which records {recorded!r}, cannot be built on: pass 'nvfp4' "
+            "(--base-format nvfp4) if a QeRL trainer made it with its default, else 'bf16'."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
     if base_format == "bf16":
@@ -131,7 +126,7 @@ def _load_base(
             modules_to_not_convert=settings.get("modules_to_not_convert"),
             compute_dtype=dtype,
         )
-        model = from_pretrained(base, config, dtype=getattr(torch, dtype), **hub)
+        model = from_pretrained(base, config, dtype=dtype, **hub)
     else:
         begin(base)
         kind = auto_class_of(AutoConfig.from_pretrained(base, **found))
@@ -154,11 +149,6 @@ def check_served_base(
 
     Returns the Hub's revision at which to load it, `None` for a folder.
     """
-    with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
-        if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
-            raise ValueError(
-                f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
-            )
     settings = recorded_settings(adapter)
     _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
     return recorded_revision(settings, base_model)
@@ -172,8 +162,6 @@ def _compare_as_recorded(
     if recorded == "nvfp4" or (recorded == "bf16" and format_of(base_model, revision, code) == "bf16"):
         dtype = settings.get("dtype") or "bfloat16"
         _load_base(adapter, settings, base_model, recorded, dtype, device, allowed, code)
-    else:
-        logger.warning("The base that %s was trained on cannot be compared: %s is taken on trust.", adapter, base_model)
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
@@ -187,9 +175,7 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
     config = fingerprint.base_config(model)
     lines = identity.config_differences(settings.get("base_config"), config)
     found: RunSettings = {"base_config": config} if lines else {}
-    if then is None:
-        logger.warning("The run recorded no fingerprint of its base: %s is taken on trust.", base_model)
-    elif now not in (then, None):
+    if then is not None and now not in (then, None):
         lines = [f"base_sha256: trained on {then[:12]}, built on {now[:12]}", *lines]
         found["base_sha256"] = now
     if not lines:
@@ -203,7 +189,6 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
             f"({'; '.join(lines)}). Name the run's own base: base_model=... (--base-model), without dtype (--dtype); "
             "or take this one: allow_other_base=True (--allow-other-base)."
         )
-    logger.warning("Building on another base than the run's, as allowed: %s.", "; ".join(lines))
     found["changed"] = [*settings.get("changed", []), *lines]
     return found
 
@@ -281,13 +266,6 @@ def require_adapter(folder: Path) -> None:
         raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
 
 
-def require_model(folder: Path) -> None:
-    """Refuse a folder with neither a model nor an adapter."""
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        remedy = _newest_instead(folder) or "Name a folder of a model, a checkpoint or a run's output folder"
-        raise ValueError(f"{folder} has neither a config.json nor an adapter_config.json. {remedy}.")
-
-
 def _newest_instead(folder: Path) -> str | None:
     newest = seal.last_checkpoint(folder)
     if newest is None:
@@ -316,7 +294,7 @@ def load_any(
     if base_format is not None and not quantizes:
         require_format(model, base_format, None, trust_remote_code)
     wanted, code = NVFP4Config(compute_dtype=dtype) if dtype else None, {"trust_remote_code": trust_remote_code}
-    compute = getattr(torch, dtype or "bfloat16")
+    compute = dtype or "bfloat16"
     if quantizes:
         loaded = from_pretrained(model, wanted, dtype=compute, device_map={"": device}, **code).eval()
     else:

@@ -187,17 +187,17 @@ def _matched(
     stored = _stored_names(model, tensors)
     converted = {stored.get(name, name): layer for name, layer in linears.items()}
     headers.check_dense_headers(tensors, converted)
-    absent = [name for name in converted if f"{name}.weight" not in tensors]
-    if absent:
+    wrong = [
+        name
+        for name, layer in converted.items()
+        if f"{name}.weight" not in tensors or tensors[f"{name}.weight"].shape != tuple(layer.weight.shape)
+    ]
+    if wrong:
         raise ValueError(
-            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. "
-            f"{absent[0]}.weight: the checkpoint's names differ from the model's. Load it with from_pretrained(..., "
+            f"{len(wrong)} linear layers of {type(model).__name__} have no tensor of their shape in {folder}, e.g. "
+            f"{wrong[0]}.weight {tuple(converted[wrong[0]].weight.shape)}. Load it with from_pretrained(..., "
             "quantization_config=NVFP4Config()) and save_pretrained it."
         )
-    for name, layer in converted.items():
-        info = tensors[f"{name}.weight"]
-        if info.shape != tuple(layer.weight.shape):
-            raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
     dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in linears}
     packed = {f"{name}.{part}" for name in linears for part in PACKED}
     # of another class its parameters have other names when it is trained
