@@ -1,8 +1,8 @@
 """Uploads to the Hub: private by default, announced first, all or nothing, and never with a token in any text.
 
 [`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the
-single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`,
-`push_merged` and `push_base` export and upload in one go.
+single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`
+exports and uploads in one go.
 """
 
 import json
@@ -360,30 +360,16 @@ def push_adapter(
     exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
 ) -> str | None:
     """Save the adapter of a trainer or policy and upload it. `options` as for [`push_folder`]. None on other ranks."""
-    return _export_and_push(export.save_adapter, exported, repo_id, facts, {"base_model": base_model, **options})
-
-
-def push_merged(exported: Exportable, repo_id: str, facts: Facts | None = None, **options: Any) -> str | None:
-    """Save the merged bf16 model and upload it. `options` as for [`push_folder`]."""
-    return _export_and_push(export.save_merged, exported, repo_id, facts, options)
-
-
-def push_base(exported: Exportable, repo_id: str, facts: Facts | None = None, **options: Any) -> str | None:
-    """Save the NVFP4 base and upload it. `options` as for [`push_folder`]."""
-    return _export_and_push(export.save_base, exported, repo_id, facts, options)
-
-
-def _export_and_push(
-    save: Callable[..., Export], exported: Exportable, repo_id: str, facts: Facts | None, options: dict[str, Any]
-) -> str | None:
     known = facts or card.facts_of(exported)
     root = Path((exported.args.output_dir or ".") if is_trainer(exported) else ".")
     # kept after a failure: the next try goes on from there
-    folder = root / f"_hub-{save.__name__.removeprefix('save_')}-{repo_id.replace('/', '--')}"
-    save(exported, folder, overwrite=True, card=lambda partial, record: card.write(partial, known, record))
+    folder = root / f"_hub-adapter-{repo_id.replace('/', '--')}"
+    export.save_adapter(
+        exported, folder, None, base_model, True, lambda partial, record: card.write(partial, known, record)
+    )
     if is_trainer(exported) and not exported.accelerator.is_main_process:
         return None
-    url = push_folder(folder, repo_id, facts=known, **options)
+    url = push_folder(folder, repo_id, base_model, known, **options)
     shutil.rmtree(folder)
     return url
 

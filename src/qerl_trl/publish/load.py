@@ -138,30 +138,23 @@ def _load_base(
     return model
 
 
-def check_served_base(
-    adapter: Path,
-    base_model: str,
-    device: str = "cpu",
-    allow_other_base: bool = False,
-    trust_remote_code: bool = False,
-) -> str | None:
+def check_served_base(adapter: Path, base_model: str) -> str | None:
     """Compare the base that an engine will load by itself: loaded here for a moment, in the run's format.
 
     Returns the Hub's revision at which to load it, `None` for a folder.
     """
     settings = recorded_settings(adapter)
-    _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
+    _compare_as_recorded(adapter, settings, base_model)
     return recorded_revision(settings, base_model)
 
 
 def _compare_as_recorded(
-    adapter: Path, settings: RunSettings, base_model: str, device: str, allowed: bool, code: bool
+    adapter: Path, settings: RunSettings, base: str, device: str = "cpu", allowed: bool = False, code: bool = False
 ) -> None:
     """Load a base for a moment in the format that the run trained on, and compare it."""
-    recorded, revision = settings.get("base_format"), recorded_revision(settings, base_model)
-    if recorded == "nvfp4" or (recorded == "bf16" and format_of(base_model, revision, code) == "bf16"):
-        dtype = settings.get("dtype") or "bfloat16"
-        _load_base(adapter, settings, base_model, recorded, dtype, device, allowed, code)
+    recorded, revision = settings.get("base_format"), recorded_revision(settings, base)
+    if recorded == "nvfp4" or (recorded == "bf16" and format_of(base, revision, code) == "bf16"):
+        _load_base(adapter, settings, base, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
@@ -277,32 +270,15 @@ def load_any(
     model: str,
     device: str = "cpu",
     dtype: str | None = None,
-    base_format: str | None = None,
     trust_remote_code: bool = False,
 ) -> TrainedPolicy:
-    """A model without an adapter, with its tokenizer.
-
-    Args:
-        dtype: compute dtype; default: as stored.
-        base_format: "nvfp4" quantizes a dense model while it loads; default: as stored.
-        trust_remote_code: run the model's own code.
-
-    Raises:
-        `ValueError`: it cannot be had in this format.
-    """
-    quantizes = base_format == "nvfp4" and format_of(model, None, trust_remote_code) == "bf16"
-    if base_format is not None and not quantizes:
-        require_format(model, base_format, None, trust_remote_code)
-    wanted, code = NVFP4Config(compute_dtype=dtype) if dtype else None, {"trust_remote_code": trust_remote_code}
-    compute = dtype or "bfloat16"
-    if quantizes:
-        loaded = from_pretrained(model, wanted, dtype=compute, device_map={"": device}, **code).eval()
-    else:
-        config = load_config(model, wanted, **code)
-        options: dict[str, Any] = {"dtype": dtype or "auto"}
-        if quantization_of(config) is not None:
-            options = {"config": config, "dtype": compute}
-        loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
+    """A model without an adapter, as it is stored, with its tokenizer. `dtype`: compute dtype; default: as stored."""
+    code = {"trust_remote_code": trust_remote_code}
+    config = load_config(model, NVFP4Config(compute_dtype=dtype) if dtype else None, **code)
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    if quantization_of(config) is not None:
+        options = {"config": config, "dtype": dtype or "bfloat16"}
+    loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
     finish(loaded, revision="main")
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
     return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model, **code), settings)

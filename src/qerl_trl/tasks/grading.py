@@ -260,10 +260,7 @@ def _of_module(place: str, folders: list[Path]) -> ModuleType:
 
 
 def _of_file(place: str, folders: list[Path]) -> ModuleType:
-    file = found(place, folders)
-    if file is None:
-        raise FileNotFoundError(f"there is no {place} in {in_words(folders)}")
-    file = file.resolve()
+    file = (found(place, folders) or Path(place)).resolve()
     name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
     if name in sys.modules:
         return sys.modules[name]
