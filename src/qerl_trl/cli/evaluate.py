@@ -22,22 +22,11 @@ if TYPE_CHECKING:
 def evaluate(
     model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="The held-out problems of this task: YAML file, or a shipped one's name. Greedy, as long as the run's."
-        ),
+        str | None, typer.Option(help="YAML file or shipped name: its held-out problems, greedily.")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Without a task: gsm8k (default), math500, amc23, aime24, aime25; a file, folder or Hub id."),
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="gsm8k (default), math500, amc23, aime24, aime25; a file...")] = None,
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file for the result. Default: eval-<data>.json in a local model's folder (not with --limit)."
-        ),
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Default: eval-<data>.json in a local model's folder.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.6; of a task 0.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: 4096; of a task the run's.")] = None,

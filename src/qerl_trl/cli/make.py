@@ -21,8 +21,6 @@ from .train import (
     note,
     print_result,
     progress_bar,
-    told_of,
-    weights_at,
 )
 
 
@@ -30,9 +28,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a bf16 model.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write (compressed-tensors NVFP4).")],
     scale_rule: Annotated[str, typer.Option(help="rtn, four_over_six or neighbor_sweep.")] = "rtn",
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Linear layers to leave dense: names or patterns. Repeatable.")
-    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Layers to leave dense: names, patterns. Repeatable.")] = None,
     device: Device = "cpu",
     workers: Annotated[int | None, typer.Option(help="Layers worked on at a time. Default: by the machine.")] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Size of a shard, in GB.")] = 2.0,
@@ -44,7 +40,6 @@ def quantize(
     from qerl_trl.publish import card as cards
     from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
 
-    before = weights_at(destination)
     with progress_bar("quantizing") as progress:
         done = quantize_folder(
             model,
@@ -76,7 +71,7 @@ def quantize(
         f"{done.written_bytes / 1e9:.2f} GB",
         f"relative squared error {done.nmse:.3g}, worst {worst['nmse']:.3g} in {worst['name']} (all: {REPORT_NAME})",
         f"left dense: {', '.join(done.skipped) or 'nothing'}",
-        f"{told_of(destination, before)}: {destination}",
+        f"written: {destination}",
     ]
     print_result(content, as_json, lines)
 
@@ -86,29 +81,20 @@ def merge(
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     form: Annotated[
         Literal["bf16", "nvfp4", "base", "adapter"],
-        typer.Option(
-            "--as", help="Base + adapter, dense or rounded to 4 bits again; the NVFP4 base; the adapter as plain PEFT."
-        ),
+        typer.Option("--as", help="The merge, dense or in 4 bits again; the NVFP4 base; the adapter as plain PEFT."),
     ] = "bf16",
     base_model: BaseModel = None,
     base_format: BaseFormat = None,
     allow_other_base: AllowOtherBase = False,
     onto_original: Annotated[
-        bool,
-        typer.Option(
-            "--onto-original", help="Merge onto the unquantized base: another model than was trained. Needs --prompts."
-        ),
+        bool, typer.Option("--onto-original", help="Onto the unquantized base: another model. Needs --prompts.")
     ] = False,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help="Held-out problems (.jsonl): measure the distance of the result to the trained policy."),
+        Path | None, typer.Option(help="Problems (.jsonl): how far is it from what was trained?")
     ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="A task's YAML file, or a shipped one's name: its held-out problems in place of --prompts."),
-    ] = None,
+    task: Annotated[str | None, typer.Option(help="YAML file or shipped name: its held-out problems as those.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write an NVFP4 merge even if next to nothing of the adapter survives.")
+        bool, typer.Option("--force", help="An NVFP4 merge even if nothing of the adapter is left.")
     ] = False,
     dataset: DatasetName = None,
     dtype: WrittenDtype = None,
@@ -206,20 +192,13 @@ def push(
         Literal["adapter", "merged", "base", "model"],
         typer.Argument(help="What is in the folder; model: of a run with base_format full."),
     ],
-    folder: Annotated[
-        Path,
-        typer.Argument(help="Folder made by merge or quantize; a run's or a checkpoint for an adapter or a model."),
-    ],
+    folder: Annotated[Path, typer.Argument(help="Made by merge or quantize; a run's for an adapter or a model.")],
     repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],
     public: Annotated[bool, typer.Option("--public", help="Visible to everybody. Default: private.")] = False,
-    base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the base, when the run used a local folder.")
-    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the base, where the run had a folder.")] = None,
     allow_other_base: AllowOtherBase = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Publish into a repository that holds something else.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Into a repository that holds something else.")] = False,
     dataset: DatasetName = None,
     as_json: AsJson = False,
 ) -> None:

@@ -37,21 +37,15 @@ def _count(help: str, **more: Any) -> Any:
 def plan(
     context: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Folder or Hub id. Default: what --config names.")] = None,
-    config: Annotated[
-        str | None, typer.Option(help="YAML file of a run, or a shipped one's name; options here replace its values.")
-    ] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file or shipped name; options here come first.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="Memory of one GPU, in GiB.", min=1, show_default="80")] = None,
     card: Annotated[
-        str | None, typer.Option(help="A GPU by name, such as 'RTX 4090' or H100; cpu: this machine without one.")
+        str | None, typer.Option(help="A GPU by name, such as H100; cpu: this machine, without one.")
     ] = None,
     gpus: Annotated[int, _count("GPUs that share each rollout and update (data parallel); one is planned.")] = 1,
-    fsdp: Annotated[
-        bool, typer.Option(help="The GPUs share the base (FSDP 2); an engine has its own weights.")
-    ] = False,
+    fsdp: Annotated[bool, typer.Option(help="The GPUs share the base (FSDP 2), but not with an engine.")] = False,
     zero2: Annotated[bool, typer.Option(help="The GPUs share the optimizer (DeepSpeed ZeRO-2).")] = False,
-    tensor_parallel: Annotated[
-        int | None, _count("GPUs of one engine.", show_default="1, or as the configuration says")
-    ] = None,
+    tensor_parallel: Annotated[int | None, _count("GPUs of one engine.", show_default="1, or --config's")] = None,
     prompt_length: Annotated[int, _count("Tokens of the longest prompt, with its chat template.")] = 512,
     batch: Annotated[int, _count("Sequences of one backward pass.")] = 8,
     accumulation: Annotated[int, _count("Backward passes of one update.")] = 1,

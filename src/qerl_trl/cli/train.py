@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -17,18 +16,13 @@ from typer.core import TyperCommand
 from ..support.recipes import accelerate_file, config_file, examples_folder, task_file
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing destination, once the new one is complete.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the destination, once all is written.")]
 BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the base. Default: what the adapter says.")]
 BaseFormat = Annotated[
     Literal["nvfp4", "bf16"] | None, typer.Option(help="The base's format. Default: what the run recorded.")
 ]
-AllowOtherBase = Annotated[
-    bool, typer.Option("--allow-other-base", help="Take a base with other weights than the run's; it is recorded.")
-]
+AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Take a base with other weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
-
 
 #: of a merge
 WrittenDtype = Annotated[
@@ -36,14 +30,8 @@ WrittenDtype = Annotated[
     typer.Option(help="Of what --as bf16 writes, not of what is computed in. Default: bfloat16."),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
-NumProcesses = Annotated[
-    int | None,
-    typer.Option(help="Processes (GPUs) of a run, by accelerate launch. Default: 1, or as --accelerate-config says."),
-]
-AccelerateConfig = Annotated[
-    str | None,
-    typer.Option(help="accelerate's YAML file, or the name of a shipped one: data_parallel_8, fsdp2_2, zero2_4..."),
-]
+NumProcesses = Annotated[int | None, typer.Option(help="GPUs of a run. Default: 1, or --accelerate-config's.")]
+AccelerateConfig = Annotated[str | None, typer.Option(help="YAML file or shipped name: fsdp2_2, zero2_4...")]
 DatasetName = Annotated[str | None, typer.Option("--dataset", help="Training data to name in the card.")]
 
 
@@ -55,54 +43,19 @@ def print_result(content: Mapping[str, Any], as_json: bool, lines: list[str]) ->
     print(json.dumps(content, indent=1) if as_json else "\n".join(lines))
 
 
-def weights_at(folder: Path) -> dict[str, int]:
-    """The files of weights in a folder, and when each was written."""
-    return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
-
-
-def told_of(folder: Path, before: Mapping[str, int]) -> str:
-    """Whether `folder`, which had the weights `before`, was written."""
-    return "there already" if before and weights_at(folder) == before else "written"
-
-
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """A progress bar in bytes, in a log a line every `LOG_SECONDS`; call with (bytes since the last call, all)."""
+    """A progress bar in bytes, in a log every 30 seconds; call with (bytes since the last call, all)."""
     from tqdm import tqdm
 
-    if not sys.stderr.isatty():
-        yield _Lines(description).update
-        return
-    with tqdm(desc=description, unit="B", unit_scale=True) as bar:
+    every = 0.1 if sys.stderr.isatty() else 30.0
+    with tqdm(desc=description, unit="B", unit_scale=True, mininterval=every, miniters=1, delay=every) as bar:
 
         def update(size: int, total: int | None = None) -> None:
-            if total is not None and bar.total != total:
-                bar.total = total
+            bar.total = total or bar.total
             bar.update(size)
 
         yield update
-
-
-#: between two lines of progress in a log
-LOG_SECONDS = 30.0
-
-
-class _Lines:
-    """Progress for a log: nothing for what takes less than `LOG_SECONDS`."""
-
-    def __init__(self, description: str) -> None:
-        self.description, self.done = description, 0
-        self.total: int | None = None
-        self.begun = self.said = time.monotonic()
-
-    def update(self, size: int, total: int | None = None) -> None:
-        self.done, self.total = self.done + size, total or self.total
-        now = time.monotonic()
-        if now - self.said < LOG_SECONDS:
-            return
-        self.said = now
-        of = f" of {self.total / 1e9:.1f} GB ({self.done / self.total:.0%})" if self.total else " GB"
-        note(f"{self.description}: {self.done / 1e9:.1f}{of} after {now - self.begun:.0f} s")
 
 
 # --- train and arms ------------------------------------------------------------

@@ -193,9 +193,7 @@ def require_whole(folder: Path) -> None:
     """
     if not (folder / seal.MANIFEST_NAME).is_file():
         logger.warning(
-            "%s has no %s, so nothing says whether its files are as the run wrote them.",
-            folder,
-            seal.MANIFEST_NAME,
+            "%s has no %s, so nothing says whether its files are as the run wrote them.", folder, seal.MANIFEST_NAME
         )
     elif wrong := seal.problems(folder) or seal.added(folder):
         raise ValueError(
@@ -267,10 +265,7 @@ def _newest_instead(folder: Path) -> str | None:
 
 
 def load_any(
-    model: str,
-    device: str = "cpu",
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
+    model: str, device: str = "cpu", dtype: str | None = None, trust_remote_code: bool = False
 ) -> TrainedPolicy:
     """A model without an adapter, as it is stored, with its tokenizer. `dtype`: compute dtype; default: as stored."""
     code = {"trust_remote_code": trust_remote_code}

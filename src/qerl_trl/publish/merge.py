@@ -232,17 +232,10 @@ def lossless_dtype(entry: Entry) -> torch.dtype:
     return torch.bfloat16 if torch.equal(value.to(torch.bfloat16).to(torch.float32), value) else torch.float32
 
 
-def _packed_layer(entry: Entry) -> NVFP4Linear:
-    layer = nvfp4_layer(entry)
-    assert layer is not None, f"{entry.name} is dense"
-    return layer
-
-
 def packed_job(entry: Entry) -> Job:
-    packed, block_scale, global_scale = _packed_layer(entry).nvfp4
+    packed, block_scale, global_scale = cast(NVFP4Linear, nvfp4_layer(entry)).nvfp4
     return Job(
-        packed_specs(entry.name, *entry.shape),
-        lambda: [packed, block_scale.view(torch.float8_e4m3fn), global_scale],
+        packed_specs(entry.name, *entry.shape), lambda: [packed, block_scale.view(torch.float8_e4m3fn), global_scale]
     )
 
 
@@ -270,7 +263,7 @@ def requantize_job(group: list[Entry], scale_rule: str) -> Job:
             merged = entry.value()
             packed, block_scale, global_scale = quantize(merged, scale_rule, shared)
             written = dequantize(packed, block_scale, global_scale, torch.float32)
-            _compare(note, written, merged, _packed_layer(entry).dequantize(torch.float32))
+            _compare(note, written, merged, dense_weight(cast(nn.Module, entry.layer)))
             yield from (packed, block_scale.view(torch.float8_e4m3fn), global_scale)
 
     specs = tuple(spec for entry in group for spec in packed_specs(entry.name, *entry.shape))

@@ -14,8 +14,6 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from .grading import in_words
-
 #: files that are read, compressed with gzip or not; of a folder those of the first kind that it has
 KINDS = (".jsonl", ".parquet", ".csv", ".tsv", ".json", ".txt")
 #: of a folder that `save_to_disk` wrote, of all splits or of one
@@ -139,7 +137,7 @@ def from_hub(name: str, config: str | None, split: str | None, said: str, folder
     try:
         return load_dataset(name, config, split=split)
     except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
-        places = in_words(folders) or "the working directory"
+        places = ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders)) or "the working directory"
         raise ValueError(
             f"{said} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder "
             "with <split>.jsonl, a file, a dataset of the Hub (user/name), or for a task file.py:function."
@@ -210,9 +208,9 @@ def split_named(data: DatasetDict, name: str, option: str) -> Dataset:
 
 def held_out(data: DatasetDict, train: str, test: str, size: float | None) -> tuple[Dataset, Dataset]:
     """(training, held-out) problems: two splits, or one that is divided, always the same way."""
-    if size is None:
-        return split_named(data, train, "dataset_train_split"), split_named(data, test, "dataset_test_split")
     whole = split_named(data, train, "dataset_train_split")
+    if size is None:
+        return whole, split_named(data, test, "dataset_test_split")
     parts = whole.train_test_split(test_size=int(size) if size >= 1 else size, seed=0)
     return parts["train"], parts["test"]
 

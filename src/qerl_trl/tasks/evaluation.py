@@ -54,12 +54,7 @@ class Accuracy:
         return max(0.0, centre - half), min(1.0, centre + half)
 
     def as_dict(self) -> records.Accuracy:
-        return {
-            "correct": self.correct,
-            "total": self.total,
-            "accuracy": self.value,
-            "interval95": list(self.interval),
-        }
+        return {"correct": self.correct, "total": self.total, "accuracy": self.value, "interval95": list(self.interval)}
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -237,16 +232,9 @@ def vllm_engine(
     ends = end_tokens(stored(vllm.generation, vllm.config, vllm.revision), vllm.tokenizer, **template)
 
     def generate(dataset: Dataset) -> list[str]:
-        return vllm.chat(
-            dataset["prompt"][:],
-            protocol.temperature,
-            protocol.top_p,
-            protocol.max_new_tokens,
-            seed,
-            ends,
-            chat_template=chat_template,
-            chat_template_kwargs=protocol.chat_template_kwargs,
-        )
+        template = {"chat_template": chat_template, "chat_template_kwargs": protocol.chat_template_kwargs}
+        sampling = protocol.temperature, protocol.top_p, protocol.max_new_tokens, seed, ends
+        return vllm.chat(dataset["prompt"][:], *sampling, **template)
 
     return generate
 

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import date
 from decimal import Decimal
@@ -228,11 +228,6 @@ _HOW = "Name it as file.py:function or package.module:function."
 def found(name: str, folders: list[Path]) -> Path | None:
     """The file or folder `name` as seen from the first of `folders` in which it is; `None` if it is in none."""
     return next((place for folder in folders if (place := folder / name).exists()), None)
-
-
-def in_words(folders: Sequence[Path]) -> str:
-    """Where something was looked for, each place once."""
-    return ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
 
 
 def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
