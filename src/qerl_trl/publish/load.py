@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from peft import PeftConfig, PeftModel
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint import fingerprint, seal
@@ -143,6 +144,11 @@ def check_served_base(adapter: Path, base_model: str) -> str | None:
 
     Returns the Hub's revision at which to load it, `None` for a folder.
     """
+    with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
+        if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
+            raise ValueError(
+                f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
+            )
     settings = recorded_settings(adapter)
     _compare_as_recorded(adapter, settings, base_model)
     return recorded_revision(settings, base_model)
@@ -249,19 +255,15 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
 
 
 def require_adapter(folder: Path) -> None:
-    """Refuse a folder without an adapter."""
-    if not (folder / "adapter_config.json").is_file():
-        remedy = _newest_instead(folder) or "Name a checkpoint folder or the run's output folder"
-        if (folder / "config.json").is_file():
-            remedy = "It is a model (merged already?): measure (qerl-trl eval) or publish it (qerl-trl push) as it is"
-        raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
-
-
-def _newest_instead(folder: Path) -> str | None:
-    newest = seal.last_checkpoint(folder)
-    if newest is None:
-        return None
-    return f"It holds checkpoints of a run that did not save its end (trainer.save_model()): name the newest, {newest}"
+    """Refuse a folder without an adapter; what it holds instead is named."""
+    if (folder / "adapter_config.json").is_file():
+        return
+    what, remedy = "no adapter_config.json", "It is a model (merged already?): take it as it is (qerl-trl eval, push)"
+    if not (folder / "config.json").is_file():
+        what, remedy = "neither config.json nor adapter_config.json", "Name a model, a checkpoint or a run's folder"
+        if (newest := seal.last_checkpoint(folder)) is not None:
+            remedy = f"Its run did not save its end (trainer.save_model()): name its newest checkpoint, {newest}"
+    raise ValueError(f"{folder} has {what}. {remedy}.")
 
 
 def load_any(

@@ -28,6 +28,7 @@ from ..checkpoint.settings import run_settings
 from ..checks.rewards import check_steps
 from ..config import QeRLConfig
 from ..model.lora import settle_model_config
+from ..publish.load import require_adapter
 from ..run.folder import clear
 from ..support.files import check_name, named_in_errors
 from ..support.recipes import OPTIONS, config_file, contents, examples_folder, parser_of, task_file
@@ -112,6 +113,8 @@ class Script:
         folder = next((place for place in (Path(model), examples_folder().parent / model) if place.is_dir()), None)
         if folder is not None:  # from any working directory, also when the run is merged or measured later
             model = str(folder.resolve())
+            if not (folder / "config.json").is_file():
+                require_adapter(folder.resolve())
         check_name(model)
         given = args.model_init_kwargs or {}
         assert isinstance(given, dict), "parsed by the configuration"
