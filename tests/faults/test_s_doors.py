@@ -294,7 +294,7 @@ def test_vllm_measures_an_adapter_of_which_nothing_is_known_with_a_word(trained,
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     code, _, err = call("eval", run, "--data", tmp_path / "problems.jsonl", "--engine", "vllm")
     assert code == 0, err
-    assert f"{run} has no {seal.MANIFEST_NAME}" in caplog.text and "taken on trust" in caplog.text
+    assert f"{run} has no {seal.MANIFEST_NAME}" in caplog.text
 
 
 # --- a run that is resumed --------------------------------------------------------------------------------------------------------
