@@ -90,16 +90,16 @@ def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
     limit = csv.field_size_limit(sys.maxsize)
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        header, *rows = [(cells, reader.line_num) for cells in reader if cells]
+        (header, _), *rows = [(cells, reader.line_num) for cells in reader if cells] or [([], 0)]
     finally:
         csv.field_size_limit(limit)
     for cells, line in rows:
-        if len(cells) != len(header[0]):  # the rest of a text would be lost
+        if len(cells) != len(header):  # the rest of a text would be lost
             raise csv.Error(
-                f"line {line} has {len(cells)} cells, and the header {len(header[0])}; a text with {delimiter!r} in it "
+                f"line {line} has {len(cells)} cells, and the header {len(header)}; a text with {delimiter!r} in it "
                 "stands in quotes"
             )
-    return [dict(zip(header[0], cells, strict=True)) for cells, _ in rows]
+    return [dict(zip(header, cells, strict=True)) for cells, _ in rows]
 
 
 def _json(text: str, **numbers: Any) -> list[dict[str, Any]]:
