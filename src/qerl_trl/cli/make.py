@@ -92,7 +92,9 @@ def merge(
     prompts: Annotated[
         Path | None, typer.Option(help="Problems (.jsonl): how far is it from what was trained?")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="YAML file or shipped name: its held-out problems as prompts.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="YAML file or shipped name: its held-out problems as prompts.")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="An NVFP4 merge even if nothing of the adapter is left.")
     ] = False,

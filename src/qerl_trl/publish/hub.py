@@ -297,10 +297,8 @@ def require_hub_base(base: str) -> None:
     """Refuse a base model that others cannot load."""
     if not is_hub_id(base):
         raise ValueError(
-            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be "
-            "published. Publish the base first (qerl-trl quantize or merge --as base, then qerl-trl push base "
-            "<folder> user/name) and name it: base_model='user/name' (--base-model user/name; while training: "
-            "hub_base_model='user/name')."
+            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load it. Publish it first "
+            "(qerl-trl push base), and name it: base_model='user/name' (--base-model; while training hub_base_model)."
         )
 
 

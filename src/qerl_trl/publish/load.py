@@ -185,8 +185,8 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
         raise ValueError(
             f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} "
             f"than the base that the adapter was trained on, {trained_on} in {settings.get('dtype', dtype)} "
-            f"({'; '.join(lines)}). Name the run's own base: base_model=... (--base-model), without dtype (--dtype); "
-            "or take this one: allow_other_base=True (--allow-other-base)."
+            f"({'; '.join(lines)}). Name the run's own base (--base-model), without --dtype, or take this one: "
+            "allow_other_base=True (--allow-other-base)."
         )
     found["changed"] = [*settings.get("changed", []), *lines]
     return found
@@ -203,9 +203,8 @@ def require_whole(folder: Path) -> None:
         )
     elif wrong := seal.problems(folder) or seal.added(folder):
         raise ValueError(
-            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run "
-            "(checkpoint-<step>), or copy the folder from where it is whole. If the change was meant, remove "
-            f"{seal.MANIFEST_NAME} there: it is used with a warning then."
+            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint (checkpoint-<step>), or "
+            f"copy the folder anew. If the change was meant, remove {seal.MANIFEST_NAME} there."
         )
     if (folder / ADAPTER_FILE).is_file():
         require_finite(folder / ADAPTER_FILE)

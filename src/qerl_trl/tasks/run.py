@@ -244,9 +244,8 @@ def read_before(output_dir: str, problems: Dataset, way: Mapping[str, Any]) -> l
             lines.append(f"{name}: {_shown(was)} then, {_shown(is_now)} now")
     if lines:
         raise ValueError(
-            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}), so the accuracy "
-            "after it could not be compared with it. Go on with the same problems, grader and limits, or choose another "
-            "output_dir."
+            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}) than the one after "
+            "it would be. Go on with the same problems, grader and limits, or choose another output_dir."
         )
     return content["correct"]
 
