@@ -313,7 +313,7 @@ def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
             "The base of this model is not NVFP4, so there are no 4-bit weights to save. Use qerl-trl quantize "
             "<model> <folder>."
         )
-    return policy.transformers_model.hf_quantizer.quantization_config
+    return cast(Any, policy.transformers_model).hf_quantizer.quantization_config
 
 
 def _save_config(

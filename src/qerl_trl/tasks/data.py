@@ -104,7 +104,8 @@ def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
 
 def _json(text: str, **numbers: Any) -> list[dict[str, Any]]:
     """A list of objects, or objects one after another. `numbers`: how they are parsed."""
-    decoder, rows = json.JSONDecoder(**numbers), []
+    decoder = json.JSONDecoder(**numbers)
+    rows: list[dict[str, Any]] = []
     at = _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches everywhere
     while at < len(text):
         found, at = decoder.raw_decode(text, at)  # its error has the line
