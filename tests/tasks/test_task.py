@@ -252,7 +252,7 @@ def test_rewards_of_one_s_own_compute_with_the_numbers_of_json(folder):
         (
             "train.json",
             b'[{"question": "1?"},\n{"question" 2}]',
-            "cannot be read: .*line 2 column 14.*JSON object per line",
+            "cannot be read: .*line 2 column 13.*JSON object per line",
         ),
         ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', "cannot be read: 'str' object .*JSON object per line"),
         (

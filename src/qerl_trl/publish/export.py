@@ -255,7 +255,7 @@ def _on_rank_zero(
         reshard(policy.model)
         trained = ((name, p) for name, p in policy.model.named_parameters() if is_trained(name))
         policy = policy._replace(gathered={name: full_tensor(p).cpu() for name, p in trained})  # collective
-    written: list[Export] = [{}]
+    written: list[Any] = [None]
     if exported.accelerator.is_main_process:
         with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
             written = [write(whole)]
