@@ -484,7 +484,7 @@ def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished
     if what == "a run that has not saved":
         found = ".qerl_lock"
     before = contents(tmp_path)
-    with told(ValueError, str(folder), f"holds more than an export ({found}", "a folder for this export alone"):
+    with told(ValueError, str(folder), f"holds more than an export ({found}", "Name another folder"):
         export.save_adapter(trainer, folder, overwrite=True)
     with told(ValueError, str(folder), f"holds more than an export ({found}"):
         quantize_folder(tiny_model_dir("qwen2"), folder, overwrite=True)
