@@ -582,7 +582,7 @@ def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
     code, _, err = call("plan", tmp_path)
     assert code == 2 and "mixture of experts" in err and "--no-vllm" in err
     code, _, err = call("plan", tmp_path, "--no-vllm")
-    assert code == 0 and "modules_to_not_convert: [experts] in its recipe" in err
+    assert code == 0 and "modules_to_not_convert: [experts]" in err
     assert call("plan", tmp_path, "--base-format", "bf16")[0] == 2  # no engine of ours has experts, on any base
     code, _, err = call("plan", tmp_path, "--base-format", "bf16", "--no-vllm")
     assert code == 0 and "experts" not in err
@@ -643,7 +643,6 @@ def test_the_type_of_what_is_written_is_not_that_of_what_was_trained(form, tiny_
     if form == "bf16":
         assert {tensor.dtype for tensor in found.values()} == {torch.float16}
     else:
-        assert "--dtype float16 changes nothing" in err
         assert (
             all(torch.equal(found[name], tensor) for name, tensor in before.items()) and found.keys() == before.keys()
         )
@@ -656,7 +655,7 @@ def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path)
     seal.seal(folder)
     for words in (("merge", tmp_path / "run", tmp_path / "out"), ("eval", tmp_path / "run")):
         code, _, err = call(*words)
-        assert code != 0 and f"name the newest, {folder}" in err
+        assert code != 0 and f"name its newest checkpoint, {folder}" in err
 
 
 def test_some_completions_without_an_answer_are_counted(run, tmp_path, monkeypatch):
