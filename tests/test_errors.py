@@ -80,7 +80,7 @@ def test_a_run_that_cannot_work_ends_with_what_is_wrong(words, message, warm_tra
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [(None, "is no folder of a model: it has no config.json"), ("tokenizer*", "makes no tokens of a text")],
+    [(None, "has neither config.json nor adapter_config.json"), ("tokenizer*", "makes no tokens of a text")],
     ids=["config", "tokenizer"],
 )
 def test_a_model_folder_that_lacks_files_is_named(file, message, warm_training, tmp_path):
@@ -97,9 +97,9 @@ def test_a_model_folder_that_lacks_files_is_named(file, message, warm_training, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a: [1", "is no YAML: while parsing"),
-        ("a: b: c", "is no YAML: mapping values"),
-        ("- a", "has no fields: it is a list"),
+        ("a: [1", "is no YAML of a run or a task: while parsing"),
+        ("a: b: c", "is no YAML of a run or a task: mapping values"),
+        ("- a", "is no YAML of a run or a task: it has no fields"),
     ],
 )
 def test_a_recipe_that_cannot_be_read(content, message, warm_training, tmp_path):

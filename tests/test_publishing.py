@@ -75,33 +75,20 @@ def test_what_a_push_says_of_privacy(server, tiny_model_dir, tiny_tokenizer, tmp
 
 
 def test_an_rloo_run_is_published_as_one(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
-    """From the live trainer in every form, and from its checkpoint's files alone."""
+    """From the live trainer, and from its checkpoint's files alone."""
     options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, QeRLRLOOTrainer, **options)
     trainer.train()
     hub.push_adapter(trainer, "tester/adapter", base_model="someone/base")
-    hub.push_merged(trainer, "tester/merged")
-    hub.push_base(trainer, "tester/base")
     checkpoint_folder = tmp_path / "run" / "checkpoint-2"
     from_files = cards.facts_of_run(checkpoint_folder, recorded_settings(checkpoint_folder))
-    texts = [server.text(f"tester/{name}")["README.md"] for name in ("adapter", "merged", "base")]
+    texts = [server.text("tester/adapter")["README.md"]]
     for text in [*texts, cards.render(from_files)]:
         assert "grpo" not in text.lower()
         assert "RLOO" in text
         for word in ("math word problems", "gsm8k", "correctness"):
             assert word not in text.lower()
     assert "rewards/spread_reward/mean" in texts[0]
-
-
-def test_push_merged_and_base_from_a_live_trainer(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
-    trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path)
-    trainer.save_merged(tmp_path / "merged")
-    assert "rank 32" in (tmp_path / "merged/README.md").read_text()
-    hub.push_merged(trainer, "tester/merged")
-    hub.push_base(trainer, "tester/base")
-    assert "model.safetensors" in server.repos["tester/merged"]["files"]
-    assert b"compressed-tensors" in server.repos["tester/base"]["files"]["config.json"]
-    assert not list((tmp_path / "run").glob("_hub*"))
 
 
 def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811

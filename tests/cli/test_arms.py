@@ -75,7 +75,7 @@ def test_it_goes_on_where_it_stopped(arms, tmp_path):
     code, out, said = arms(*words)
     assert code == 1
     assert "1 of 2 runs failed: bf16 with seed 1 ended with exit code 1 (the engine died)" in said
-    assert "start the same command again" in said
+    assert "Start the same command again" in said
     assert "| 1 | 20.0 -> 81.0 |  |  |" in out
     (tmp_path / "arms/broken-bf16-1").unlink()
     code, out, said = arms(*words)
@@ -93,15 +93,12 @@ def test_runs_that_cannot_be_compared_are_refused(arms, tmp_path):
     content = json.loads(results.read_text())
     results.write_text(json.dumps({**content, "steps": 4}))
     code, _, said = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
-    assert code == 2 and "nvfp4-1: 4 steps" in said and "another --output_dir" in said
+    assert code == 2 and "steps: 4, 5" in said and "another --output_dir" in said
     for arm, grader in (("nvfp4", "math"), ("bf16", "exact")):
         way = {"measured_by": {"grader": grader}, "arm": {"base_format": arm, "aqn": True}}
         (tmp_path / f"arms/{arm}-1/results.json").write_text(json.dumps({**content, **way}))
     code, _, said = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
-    assert code == 2 and "grader: 'math', 'exact'" in said and "nvfp4-1 and bf16-1" in said and "held" not in said
-    results.write_text(json.dumps({**content, "arm": {"base_format": "bf16", "aqn": True}}))
-    code, _, said = arms("--arms", "nvfp4", "--seeds", 1)
-    assert code == 2 and "is not of nvfp4 with seed 1" in said and "'bf16'" in said
+    assert code == 2 and "grader: 'math', 'exact'" in said and "nvfp4-1 and bf16-1" in said and "steps" not in said
 
 
 def test_runs_start_as_the_accelerate_file_says(arms, tmp_path, monkeypatch):
@@ -128,14 +125,12 @@ def test_runs_start_as_the_accelerate_file_says(arms, tmp_path, monkeypatch):
     ("words", "said"),
     [
         (("--arms", "int8"), "no such arm. Choose from nvfp4, nvfp4-no-noise, bf16"),
-        (("--arms", "bf16", "bf16"), "--arms names bf16 twice"),
-        (("--arms", "bf16", "--seeds", "1", "2", "1"), "--seeds names 1 twice"),
-        (("--arms", "bf16", "--seed", "4"), "--seed is what qerl-trl arms gives to each run"),
-        (("--arms", "bf16", "--aqn=false"), "--aqn=false is what qerl-trl arms gives to each run"),
-        (("--arms", "bf16", "--base-format", "nf4"), "--base-format is what qerl-trl arms gives to each run"),
+        (("--arms", "bf16", "--seed", "4"), "--seed cannot be one for all runs"),
+        (("--arms", "bf16", "--aqn=false"), "--aqn=false cannot be one for all runs"),
+        (("--arms", "bf16", "--base-format", "nf4"), "--base-format cannot be one for all runs"),
         (("--arms", "bf16", "--accelerate-config", "absent"), "--accelerate_config absent is no file"),
     ],
-    ids="unknown arm-twice seed-twice seed arm hyphens accelerate".split(),
+    ids="unknown seed arm hyphens accelerate".split(),
 )
 def test_what_cannot_work_is_refused_before_any_run(words, said, arms, tmp_path):
     code, _, message = arms(*words)

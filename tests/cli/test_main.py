@@ -108,14 +108,14 @@ def test_a_model_that_is_nowhere_is_named(command, monkeypatch):
     assert code == 2 and "./runs/typo is neither a folder here nor a Hub id (user/name)" in err
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, _, err = call(command, "runs/typo")
-    assert code == 1 and "runs/typo is no folder here, and cannot be had from the Hub" in err
+    assert code == 1 and "runs/typo cannot be loaded: " in err
     enough = "config.json" if command == "plan" else "its files"
-    assert f"Where there is no network, name a folder with {enough}." in err
+    assert f"Without a network, name a folder with {enough}." in err
 
 
 def test_push_of_a_folder_that_is_not_there(tmp_path):
     code, _, err = call("push", "adapter", tmp_path / "typo", "user/name")
-    assert code == 2 and "typo has no adapter_config.json. Name a checkpoint folder" in err
+    assert code == 2 and "typo has neither config.json nor adapter_config.json. Name a model, a checkpoint" in err
 
 
 def test_eval_takes_the_gpu_where_there_is_one(monkeypatch):
@@ -209,8 +209,6 @@ def test_a_merge_is_measured_on_the_tasks_held_out_problems(run, tmp_path):
     code, out, err = call("merge", folder, tmp_path / "merged", "--task", task, "--json")
     assert code == 0, err
     assert 0 < json.loads(out)["measured"]["tokens"] < 100
-    code, _, err = call("merge", folder, tmp_path / "again", "--task", task, "--prompts", tmp_path / "held_out.jsonl")
-    assert code == 2 and "leave one out" in err
 
 
 def test_a_destination_that_is_taken_is_refused_before_a_base_is_loaded(run, tmp_path, monkeypatch):
@@ -221,7 +219,7 @@ def test_a_destination_that_is_taken_is_refused_before_a_base_is_loaded(run, tmp
     monkeypatch.setattr("qerl_trl.publish.load.load_policy", lambda *args, **kwargs: 1 / 0)
     for name, words in (("full", ()), ("adapter", ()), ("adapter", ("--as", "base"))):
         code, _, err = call("merge", run[0], tmp_path / name, *words)
-        assert code == 2 and f"{name} already exists and is not empty" in err
+        assert code == 2 and f"{name} already exists" in err
     with pytest.raises(ZeroDivisionError):
         call("merge", run[0], tmp_path / "adapter", "--overwrite")
 
@@ -280,21 +278,6 @@ def test_the_data_are_named_where_an_export_is_pushed(run, server, tmp_path):  #
     assert "someone/other-data" in server.text(REPO)["README.md"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("merge", "RUN", "OUT", "--force"), "--force is for --as nvfp4"),
-        (("push", "model", "RUN", "user/name", "--base-model", "user/base"), "leave it out"),
-        (("push", "base", "RUN", "user/name", "--dataset", "user/data"), "leave it out"),
-    ],
-    ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else "",
-)
-def test_an_option_that_would_do_nothing_is_refused(words, said, run, tmp_path):
-    paths = {"RUN": run[0], "OUT": tmp_path / "out"}
-    code, _, err = call(*(paths.get(word, word) for word in words))
-    assert code == 2 and said in err and not (tmp_path / "out").exists()
-
-
 def test_push_of_a_plain_checkpoint(tiny_model_dir, server, tmp_path):  # noqa: F811
     """A checkpoint as Trainer writes it, with files that nobody should publish."""
     policy = make_policy(tiny_model_dir("qwen2"))
@@ -312,9 +295,8 @@ def test_push_of_a_plain_checkpoint(tiny_model_dir, server, tmp_path):  # noqa: 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--gpu-gib", -5), "is no memory of a GPU"),
-        (("--gpu-gib", "nan"), "is no memory of a GPU"),
-        (("--gpu-gib", 24, "--card", "A100"), "both say how much memory there is"),
+        (("--gpu-gib", -5), "--gpu-gib"),
+        (("--base-format", "int4"), "--base-format"),
         (("--card", "T4"), "older than Ampere"),
         (("--batch", 0), "--batch"),
         (("--completion-length", 0), "--completion-length"),
@@ -354,7 +336,6 @@ def test_plan(tiny_model_dir):
     assert "4 GPUs, the whole base on each" in call("plan", folder, "--gpus", 4)[1]
     code, _, err = call("plan", folder, "--config", "qwen2.5-7b", "--gpus", 3)
     assert code == 2 and "(128) must be divisible by the global batch size (12)" in err
-    assert "--completions 128 cannot be shared by --gpus 3" in call("plan", folder, "--gpus", 3)[2]
     whole, sharded = (
         {
             part["name"]: part["update"]
@@ -367,18 +348,12 @@ def test_plan(tiny_model_dir):
     assert whole[copy] == 0 < sharded[copy] < whole["frozen base, nvfp4"]
     assert "2 GPUs, which share the base: 64 completions" in call("plan", folder, "--gpus", 2, "--fsdp")[1]
     assert "optimizer, adamw_torch_fused" in call("plan", "--config", "qwen2.5-7b", folder, "--gpus", 2, "--fsdp")[1]
-    assert "say how many with --gpus" in call("plan", folder, "--fsdp")[2]
+    assert "give one, and how many with --gpus" in call("plan", folder, "--fsdp")[2]
     zero2 = json.loads(call("plan", folder, "--gpus", 2, "--zero2", "--json")[1])["work"]
     assert zero2["deepspeed"] and zero2["gradient_checkpointing"] and not zero2["sharded"]
-    assert "say how many with --gpus" in call("plan", folder, "--zero2")[2]
-    assert "two ways of sharing" in call("plan", folder, "--gpus", 2, "--zero2", "--fsdp")[2]
-    assert (
-        "needs a multiple of them in --gpus 3"
-        in call("plan", folder, "--gpus", 3, "--tensor-parallel", 2, "--completions", 12)[2]
-    )
+    assert "two ways to share" in call("plan", folder, "--gpus", 2, "--zero2", "--fsdp")[2]
     assert call("plan", folder, "--config", "qwen9")[0] == 2
     assert call("plan")[2].startswith("There is nothing to plan")
-    assert "--optimizer lion is none of adamw_torch" in call("plan", folder, "--optimizer", "lion")[2]
 
 
 def test_doctor(monkeypatch):
@@ -441,7 +416,7 @@ def test_references_that_cannot_be_compared_with_are_refused_before_anything_is_
     (tmp_path / "a.jsonl").write_text(json.dumps({"question": "2?", "answer": None}))
     monkeypatch.setattr("qerl_trl.tasks.evaluation.evaluate", lambda *a, **k: pytest.fail("it was measured"))
     code, _, err = call("eval", run[0], "--data", tmp_path / "a.jsonl")
-    assert code == 2 and "problem 0 (from 0) is None" in err
+    assert code == 2 and "Problem 0 (from 0): The reference None is no text and no number" in err
 
 
 @pytest.mark.parametrize(("dataset", "told"), [(None, True), ("openai/gsm8k", False)])
@@ -527,8 +502,7 @@ def test_merge_asks_as_eval_does(tiny_model_dir, tiny_tokenizer, tmp_path, monke
     for source, target, form in (("run", "again", "adapter"), ("again", "merged", "bf16")):
         code, _, err = call("merge", tmp_path / source, tmp_path / target, "--as", form, *of_the_task)
         assert code == 0, err
-        assert ("--task has no distance to measure" in err) == (form == "adapter")
-        assert asked.pop() == [f"In words. {i}? quietly{i}" for i in range(2)]
+        assert asked == ([] if form == "adapter" else [[f"In words. {i}? quietly{i}" for i in range(2)]])
     kept = AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
     assert kept == tiny_tokenizer.chat_template != template
     code, _, err = call("eval", tmp_path / "merged", *of_the_task)
@@ -559,16 +533,11 @@ def test_train_runs_the_example(monkeypatch):
     assert code == 2 and "embedded" in err
 
 
-def test_progress_is_lines_in_a_log(monkeypatch, capsys):
-    seconds = iter((0.0, 10.0, 31.0, 40.0, 62.0))  # the start, and four updates
-    monkeypatch.setattr(options.time, "monotonic", lambda: next(seconds))
+def test_progress_of_a_quick_command_leaves_a_log_alone(capsys):
     with options.progress_bar("quantizing") as progress:
         for _ in range(4):
             progress(1_000_000_000, 8_000_000_000)
-    assert capsys.readouterr().err.splitlines() == [
-        "quantizing: 2.0 of 8.0 GB (25%) after 31 s",
-        "quantizing: 4.0 of 8.0 GB (50%) after 62 s",
-    ]
+    assert not capsys.readouterr().err.strip()
 
 
 def test_hub_errors_are_runtime_errors():
@@ -613,7 +582,7 @@ def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
     code, _, err = call("plan", tmp_path)
     assert code == 2 and "mixture of experts" in err and "--no-vllm" in err
     code, _, err = call("plan", tmp_path, "--no-vllm")
-    assert code == 0 and "modules_to_not_convert: [experts] in its recipe" in err
+    assert code == 0 and "modules_to_not_convert: [experts]" in err
     assert call("plan", tmp_path, "--base-format", "bf16")[0] == 2  # no engine of ours has experts, on any base
     code, _, err = call("plan", tmp_path, "--base-format", "bf16", "--no-vllm")
     assert code == 0 and "experts" not in err
@@ -630,7 +599,6 @@ def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
         ("steps_per_generation: 0", "steps_per_generation=0 is out of range"),
         ("max_completion_length: null", "max_completion_length=None is out of range"),
         ("vllm_engine_kwargs: {max_num_seqs: 0}", "max_num_seqs=0 is out of range"),
-        ("env: A=1", "env is 'A=1'. Write names and values"),
         ("task: nowhere", "task: nowhere is no file here or beside run.yaml"),
         ('vllm_engine_kwargs: {max_num_seqs: "8"}', "max_num_seqs='8' is out of range"),
         ("vllm_engine_kwargs: '{foo'", "vllm_engine_kwargs is not JSON"),
@@ -651,7 +619,7 @@ def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):
         assert json.loads((tmp_path / wanted / "config.json").read_text())["dtype"] == wanted
     for wrong in ("auto", "bf16", "float64"):
         code, _, err = call("merge", tmp_path / "run", tmp_path / "no", "--dtype", wrong)
-        assert code == 2 and f"--dtype {wrong} is none of bfloat16, float16, float32" in err
+        assert code == 2 and "--dtype" in err and "bfloat16" in err
     for words in ((), ("--overwrite",)):
         code, out, err = call("merge", tmp_path / "run", tmp_path / "bfloat16", "--base-format", "nvfp4", *words)
         assert "written: " in out if words else code == 2 and "already exists" in err
@@ -671,7 +639,6 @@ def test_the_type_of_what_is_written_is_not_that_of_what_was_trained(form, tiny_
     if form == "bf16":
         assert {tensor.dtype for tensor in found.values()} == {torch.float16}
     else:
-        assert "--dtype float16 changes nothing" in err
         assert (
             all(torch.equal(found[name], tensor) for name, tensor in before.items()) and found.keys() == before.keys()
         )
@@ -684,7 +651,7 @@ def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path)
     seal.seal(folder)
     for words in (("merge", tmp_path / "run", tmp_path / "out"), ("eval", tmp_path / "run")):
         code, _, err = call(*words)
-        assert code != 0 and f"name the newest, {folder}" in err
+        assert code != 0 and f"name its newest checkpoint, {folder}" in err
 
 
 def test_some_completions_without_an_answer_are_counted(run, tmp_path, monkeypatch):

@@ -154,14 +154,13 @@ def test_a_dense_base_that_merging_has_rounded(make, tmp_path):
 
 
 @fault("R7.tied_weights", remedy=None, recovered=True)
-def test_a_tied_embedding_is_one_matrix_in_the_product(run, tmp_path, caplog):
+def test_a_tied_embedding_is_one_matrix_in_the_product(run, tmp_path):
     trainer, folder = run
     for form in ("bf16", "nvfp4", "base"):
         code, _, err = call("merge", folder, tmp_path / form, "--as", form, *(["--force"] if form == "nvfp4" else []))
         assert code == 0, err
         assert "lm_head.weight" not in load_file(tmp_path / form / "model.safetensors")
         assert json.loads((tmp_path / form / "config.json").read_text())["tie_word_embeddings"] is True
-    assert "one matrix for both" not in caplog.text
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32)
     assert merged.lm_head.weight.data_ptr() == merged.model.embed_tokens.weight.data_ptr()
     with torch.no_grad():
@@ -169,22 +168,25 @@ def test_a_tied_embedding_is_one_matrix_in_the_product(run, tmp_path, caplog):
         assert (merged.eval()(IDS).logits - expected).abs().max() < 0.02 * expected.std()  # bf16 rounding
 
 
-@fault("R7.tied_weights", recovered=True)
+@fault("R7.tied_weights")
+def test_memory_that_nobody_ties_again_is_not_left_out(tiny_model_dir, tmp_path):
+    """As PEFT's layer_replication leaves it: what was written had layers without weights."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    layers = model.model.layers
+    layers[1].input_layernorm.weight = layers[0].input_layernorm.weight
+    with told(ValueError, "model.layers.1.input_layernorm.weight is in the same memory", "clone it"):
+        export.save_merged(model, tmp_path / "merged")
+
+
+@fault("R7.tied_weights", remedy=None, recovered=True)
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
-def test_a_tied_head_that_an_adapter_changes_becomes_a_matrix_of_its_own(tiny_model_dir, tmp_path, caplog):
+def test_a_tied_head_that_an_adapter_changes_becomes_a_matrix_of_its_own(tiny_model_dir, tmp_path):
     """Not trained here: TRL refuses an adapter on the head. Other trainers make them."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
     lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)
     policy = get_peft_model(model, lora).eval()
     export.save_merged(policy, tmp_path / "merged", dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    for word in (
-        "output head was trained",
-        "one matrix for both",
-        f"lm_head.weight, {merged.lm_head.weight.numel():,} numbers more",
-        "tie_word_embeddings=False",
-    ):
-        assert word in caplog.text
     base = load_file(tiny_model_dir("qwen2") / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(merged.model.embed_tokens.weight, base.float())
     assert not torch.equal(merged.lm_head.weight, base.float())

@@ -294,7 +294,7 @@ def test_vllm_measures_an_adapter_of_which_nothing_is_known_with_a_word(trained,
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     code, _, err = call("eval", run, "--data", tmp_path / "problems.jsonl", "--engine", "vllm")
     assert code == 0, err
-    assert f"{run} has no {seal.MANIFEST_NAME}" in caplog.text and "taken on trust" in caplog.text
+    assert f"{run} has no {seal.MANIFEST_NAME}" in caplog.text
 
 
 # --- a run that is resumed --------------------------------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished
     if what == "a run that has not saved":
         found = ".qerl_lock"
     before = contents(tmp_path)
-    with told(ValueError, str(folder), f"holds more than an export ({found}", "a folder for this export alone"):
+    with told(ValueError, str(folder), f"holds more than an export ({found}", "Name another folder"):
         export.save_adapter(trainer, folder, overwrite=True)
     with told(ValueError, str(folder), f"holds more than an export ({found}"):
         quantize_folder(tiny_model_dir("qwen2"), folder, overwrite=True)

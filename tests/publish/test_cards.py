@@ -241,11 +241,6 @@ def test_an_adapter_of_which_nothing_is_known():
     assert "trained by reinforcement learning." in text
 
 
-def test_unknown_kind():
-    with pytest.raises(ValueError, match="no card for kind='poem'"):
-        cards.render({"kind": "poem", "settings": {}})
-
-
 def test_facts_of_a_finished_run(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "results.json").write_text(json.dumps({**RESULTS, "dataset": "openai/gsm8k"}))

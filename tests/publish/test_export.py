@@ -232,9 +232,9 @@ def test_load_policy_from_an_export_is_the_policy(tiny_model_dir, tiny_tokenizer
 def test_load_policy_without_knowing_the_base_is_refused(tiny_model_dir, tmp_path):
     policy = make_policy(tiny_model_dir("qwen2"))
     policy.save_pretrained(tmp_path / "bare")
-    with pytest.raises(ValueError, match="base_format='nvfp4'"):
+    with pytest.raises(ValueError, match="--base-format nvfp4"):
         load_policy(tmp_path / "bare")
-    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"neither config\.json nor adapter_config\.json"):
         load_policy(tmp_path)
 
 
@@ -307,7 +307,7 @@ def test_requantized_fused_groups_share_a_global_scale(tiny_model_dir, tmp_path)
 
 def test_untrained_adapter_is_refused_for_requantizing(tiny_model_dir, tmp_path):
     policy = make_policy(tiny_model_dir("qwen2"), size=0.0)
-    with pytest.raises(ValueError, match="untrained"):
+    with pytest.raises(ValueError, match=r"Only 0\.000 of the adapter's change"):
         export.save_merged_nvfp4(policy, tmp_path / "out")
 
 
@@ -470,7 +470,7 @@ def test_killed_while_finishing(tiny_model_dir, tmp_path, monkeypatch, step):
 
 
 def _ddp_rank(rank, port, policy, folder, results):
-    """One of two processes under DDP with gloo: exports, then an export that fails in the main process."""
+    """One of two processes under DDP with gloo: exports."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -496,18 +496,11 @@ def _ddp_rank(rank, port, policy, folder, results):
         chat_template_kwargs={},
     )
     run = export.save_merged(trainer, folder, dtype=torch.float32)
-    failed = ""
-    try:
-        export.save_merged(trainer, Path(folder).with_name("taken"))
-    except (ValueError, RuntimeError) as error:
-        failed = f"{type(error).__name__}: {error}"
-    results.put((rank, run["kind"], run["settings"]["global_step"], failed))
+    results.put((rank, run["kind"], run["settings"]["global_step"]))
 
 
-def test_under_ddp_rank_zero_writes_and_all_learn_the_outcome(tiny_model_dir, tmp_path):
+def test_under_ddp_rank_zero_writes_and_all_get_the_record(tiny_model_dir, tmp_path):
     policy = make_policy(tiny_model_dir("qwen2"))
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken/file").write_text("mine")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -523,9 +516,6 @@ def test_under_ddp_rank_zero_writes_and_all_learn_the_outcome(tiny_model_dir, tm
         process.join(20)
         assert process.exitcode == 0
     assert got[0][1:3] == got[1][1:3] == (got[0][1], 3)
-    assert got[0][3].startswith("ValueError") and "already exists" in got[0][3]
-    assert got[1][3].startswith("RuntimeError") and "main process" in got[1][3]
-    assert "already exists" in got[1][3], "it says why"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert logit_distance(logits_of(policy, [IDS]), logits_of(loaded, [IDS]))["max_logit_distance"] < 2e-5
 
@@ -563,13 +553,6 @@ def test_memory_that_nobody_ties_again_is_not_left_out(tiny_model_dir, tmp_path)
     layers[1].input_layernorm.weight = layers[0].input_layernorm.weight
     with pytest.raises(ValueError, match=r"model\.layers\.1\.input_layernorm\.weight is in the same memory"):
         export.save_merged(model, tmp_path / "merged")
-
-
-def test_a_bias_that_no_layer_can_take_is_said_when_it_is_planned(tiny_model_dir):
-    policy = make_policy(tiny_model_dir("qwen2"), target_modules=["o_proj"], lora_bias=True)
-    with pytest.raises(ValueError, match=r"has a bias \(lora_bias=True\), and the layer has none"):
-        merge.entries_of(TrainedPolicy(policy, None, {}), with_adapter=True)
-    assert merge.entries_of(TrainedPolicy(policy, None, {}), with_adapter=False)
 
 
 @pytest.mark.parametrize("save", [export.save_merged, export.save_base], ids=["merged", "base"])

@@ -262,14 +262,14 @@ def test_the_card_loads_a_packed_base_so_that_peft_can_adapt_it(server, exported
 
 
 def test_a_damaged_folder_and_a_folder_of_something_else(server, exported, tmp_path):
-    with pytest.raises(ValueError, match="was not written by an export"):
+    with pytest.raises(ValueError, match=r"cannot be published: qerl_manifest\.json is missing"):
         hub.push_folder(tmp_path, REPO)
     damaged = tmp_path / "damaged"
     shutil.copytree(exported / "base", damaged)
     with open(damaged / "model.safetensors", "r+b") as file:
         file.seek(5000)
         file.write(b"\xff\xff")
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match=r"cannot be published: model\.safetensors has other content"):
         hub.push_folder(damaged, REPO)
     assert server.requests == []
 
@@ -306,20 +306,19 @@ def test_other_ranks_upload_nothing(server, exported, monkeypatch):
     trainer = types.SimpleNamespace(
         accelerator=types.SimpleNamespace(is_main_process=False), args=types.SimpleNamespace(output_dir="run")
     )
-    monkeypatch.setattr(export, "save_base", lambda *a, **k: {"kind": "nvfp4_base"})
-    assert hub.push_base(trainer, REPO, facts={"kind": "nvfp4_base", "settings": {}}) is None
+    monkeypatch.setattr(export, "save_adapter", lambda *a, **k: {"kind": "adapter"})
+    assert hub.push_adapter(trainer, REPO, facts={"kind": "adapter", "settings": {}}) is None
     assert server.requests == []
 
 
-def test_a_model_that_was_not_sent_is_not_sent_for_the_next_one(server, tiny_model_dir, tmp_path, monkeypatch):
+def test_an_adapter_that_was_not_sent_is_not_sent_for_the_next_one(server, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    models = [AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")) for _ in range(2)]
-    with torch.no_grad():
-        models[1].model.layers[0].mlp.up_proj.weight.mul_(3)
+    policies = [make_policy(tiny_model_dir("qwen2"), size=size) for size in (0.1, 0.3)]
     server.fail = {r"POST /api/models/.*/commit/.*": 401}
     with pytest.raises(hub.HubError):
-        hub.push_merged(models[0], REPO)
+        hub.push_adapter(policies[0], REPO, "someone/base")
     server.fail = {}
-    hub.push_merged(models[1], REPO)
-    sent = load(server.repos[REPO]["files"]["model.safetensors"])["model.layers.0.mlp.up_proj.weight"]
-    assert torch.equal(sent, models[1].model.layers[0].mlp.up_proj.weight.bfloat16())
+    hub.push_adapter(policies[1], REPO, "someone/base")
+    sent = load(server.repos[REPO]["files"]["adapter_model.safetensors"])
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_B"
+    assert torch.equal(sent[f"{name}.weight"], policies[1].state_dict()[f"{name}.default.weight"])

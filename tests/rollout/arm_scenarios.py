@@ -204,13 +204,15 @@ def embedded_trainer(folder: Path, problems: int, **settings):
 @scenario
 def evaluation(folder: Path) -> dict:
     """Greedy answers of the engine against transformers': before, during and after training, with noise in the rollouts."""
-    from qerl_trl.tasks.evaluation import HeldOutAccuracy, held_out_completions, solve
+    from qerl_trl.tasks.evaluation import HeldOutAccuracy, Measurement, solve
+    from qerl_trl.tasks.task import Task
 
     trainer, test = embedded_trainer(
         folder, 24, aqn_sigma_start=0.3, aqn_sigma_end=0.2, eval_strategy="steps", eval_steps=1, eval_dataset="train",
         per_device_eval_batch_size=8, num_generations_eval=1,
     )  # fmt: skip
     g, policy = trainer.vllm_generation, trainer.accelerator.unwrap_model(trainer.model)
+    measurement = Measurement(trainer, Task(), test)
     noise, generate = [], g.engine.generate
 
     def watched(prompts, sampling):
@@ -220,7 +222,7 @@ def evaluation(folder: Path) -> dict:
     g.engine.generate = watched
 
     def compare() -> dict:
-        mine = held_out_completions(trainer, test)
+        mine = measurement.held_out_completions()
         expected = solve(policy, trainer.processing_class, test, 48, progress=False)
         return {"equal": sum(a == b for a, b in zip(mine, expected, strict=True)), "different": len(set(mine))}
 
@@ -232,7 +234,7 @@ def evaluation(folder: Path) -> dict:
             super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
             during.append({**compare(), "metric": metrics["eval_held_out_accuracy"]})
 
-    trainer.add_callback(Compares(trainer, test))
+    trainer.add_callback(Compares(measurement))
     trainer.train()
     history = trainer.state.log_history
     results |= {
@@ -244,20 +246,21 @@ def evaluation(folder: Path) -> dict:
         "asleep": g.engine.asleep,
     }
     trainer.args.rollout_timeout = 1e-3
-    results["hanging"] = scenarios.error_of(lambda: held_out_completions(trainer, test))
+    results["hanging"] = scenarios.error_of(measurement.held_out_completions)
     return results
 
 
 @scenario
 def evaluation_of_two(folder: Path) -> dict:
     """Two processes with an engine each and five problems (under torchrun)."""
-    from qerl_trl.tasks.evaluation import held_out_completions, solve
+    from qerl_trl.tasks.evaluation import Measurement, solve
+    from qerl_trl.tasks.task import Task
 
     trainer, test = embedded_trainer(folder, 5)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     expected = solve(policy, trainer.processing_class, test, 48, progress=False)
     return {
-        "answers": held_out_completions(trainer, test),
+        "answers": Measurement(trainer, Task(), test).held_out_completions(),
         "expected": expected,
         "processes": trainer.accelerator.num_processes,
     }

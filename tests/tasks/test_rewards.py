@@ -118,8 +118,8 @@ def test_a_grader_of_ones_own(tmp_path):
     [
         ("fuzzy", "'fuzzy' is none of auto, exact, numeric, math.*file.py:function"),
         ("absent.py:f", "cannot be found"),
-        ("math:nothing", "cannot be found"),
-        ("math:pi", "no function of"),
+        ("math:nothing", "math has no function 'nothing'"),
+        ("math:pi", "math has no function 'pi'"),
     ],
 )
 def test_an_unknown_grader_is_refused(name, message):

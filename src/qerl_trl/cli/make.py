@@ -3,7 +3,7 @@
 import copy
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,8 +21,6 @@ from .train import (
     note,
     print_result,
     progress_bar,
-    told_of,
-    weights_at,
 )
 
 
@@ -30,9 +28,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a bf16 model.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write (compressed-tensors NVFP4).")],
     scale_rule: Annotated[str, typer.Option(help="rtn, four_over_six or neighbor_sweep.")] = "rtn",
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Linear layers to leave dense: names or patterns. Repeatable.")
-    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Layers to leave dense: names, patterns. Repeatable.")] = None,
     device: Device = "cpu",
     workers: Annotated[int | None, typer.Option(help="Layers worked on at a time. Default: by the machine.")] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Size of a shard, in GB.")] = 2.0,
@@ -44,7 +40,6 @@ def quantize(
     from qerl_trl.publish import card as cards
     from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
 
-    before = weights_at(destination)
     with progress_bar("quantizing") as progress:
         done = quantize_folder(
             model,
@@ -72,10 +67,11 @@ def quantize(
         "not_quantized": done.skipped,
     }
     lines = [
-        f"{done.weights:,} weights in {len(done.layers)} layers, {done.source_bytes / 1e9:.2f} GB -> {done.written_bytes / 1e9:.2f} GB",
+        f"{done.weights:,} weights in {len(done.layers)} layers, {done.source_bytes / 1e9:.2f} GB -> "
+        f"{done.written_bytes / 1e9:.2f} GB",
         f"relative squared error {done.nmse:.3g}, worst {worst['nmse']:.3g} in {worst['name']} (all: {REPORT_NAME})",
         f"left dense: {', '.join(done.skipped) or 'nothing'}",
-        f"{told_of(destination, before)}: {destination}",
+        f"written: {destination}",
     ]
     print_result(content, as_json, lines)
 
@@ -84,33 +80,23 @@ def merge(
     run: Annotated[Path, typer.Argument(help="Checkpoint, output folder of a run, or exported adapter.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     form: Annotated[
-        str,
-        typer.Option(
-            "--as",
-            help="bf16: base + adapter, dense. nvfp4: that, rounded to 4 bits again. base: the NVFP4 base. adapter: plain PEFT.",
-        ),
+        Literal["bf16", "nvfp4", "base", "adapter"],
+        typer.Option("--as", help="The merge, dense or in 4 bits again; the NVFP4 base; the adapter as plain PEFT."),
     ] = "bf16",
     base_model: BaseModel = None,
     base_format: BaseFormat = None,
     allow_other_base: AllowOtherBase = False,
     onto_original: Annotated[
-        bool,
-        typer.Option(
-            "--onto-original", help="Merge onto the unquantized base: another model than was trained. Needs --prompts."
-        ),
+        bool, typer.Option("--onto-original", help="Onto the unquantized base: another model. Needs --prompts.")
     ] = False,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help="Held-out problems (.jsonl): measure the distance of the result to the trained policy."),
+        Path | None, typer.Option(help="Problems (.jsonl): how far is it from what was trained?")
     ] = None,
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="A task's YAML file, or the name of a shipped one: measure that distance on its held-out problems."
-        ),
+        str | None, typer.Option(help="YAML file or shipped name: its held-out problems as prompts.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write an NVFP4 merge even if next to nothing of the adapter survives.")
+        bool, typer.Option("--force", help="An NVFP4 merge even if nothing of the adapter is left.")
     ] = False,
     dataset: DatasetName = None,
     dtype: WrittenDtype = None,
@@ -122,28 +108,19 @@ def merge(
     """Turn a run into something to publish: merged model, adapter or base, with a card."""
     from peft import PeftModel
 
-    from qerl_trl.checkpoint.records import FORMS, Export, Measured
+    from qerl_trl.checkpoint.records import Export, Measured
 
-    if form not in FORMS:
-        raise ValueError(f"--as {form} is unknown; choose {', '.join(FORMS)}.")
     if onto_original and (form != "bf16" or (prompts is None and task is None)):
         raise ValueError(
-            "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl or --task."
+            "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: "
+            "add --prompts FILE.jsonl or --task."
         )
-    if form in ("adapter", "base") and (prompts is not None or task is not None):
-        said = "--task" if prompts is None else "--prompts"
-        note(f"--as {form} changes no weight of the policy, so {said} has no distance to measure.")
-    if form != "bf16" and dtype is not None:
-        note(f"--as {form} writes weights as they are, or in bfloat16: --dtype {dtype} changes nothing.")
-    if force and form != "nvfp4":
-        raise ValueError(f"--force is for --as nvfp4, and has nothing to force with --as {form}: leave it out.")
+    measures = form in ("bf16", "nvfp4") and (prompts is not None or task is not None)
     from qerl_trl.publish import card as cards
     from qerl_trl.publish import export, write
     from qerl_trl.publish.load import load_any, load_policy, recorded_template_kwargs
     from qerl_trl.tasks.task import Task
 
-    if task is not None and prompts is not None:
-        raise ValueError("--task and --prompts are two answers to one question: leave one out.")
     write.require_apart(run, destination)
     if base_model is not None:
         write.require_apart(base_model, destination)
@@ -151,22 +128,19 @@ def merge(
     code = {"trust_remote_code": trust_remote_code}
     policy = load_policy(run, base_model, base_format, None, device, allow_other_base, **code)  # as it was trained
     measured: Measured | None = None
-    measured_task = None if task is None else Task.read(task_file(task))
-    problems = None if measured_task is None else measured_task.splits()[1].to_list()
-    if prompts is not None or problems is not None:
+    if measures:
         assert policy.tokenizer is not None  # load_policy brings one
         tokenizer = copy.copy(policy.tokenizer)  # the policy's own is written, with the run's template
-        if measured_task is not None:
+        problems: Any = prompts
+        if task is not None:
+            measured_task = Task.read(task_file(task))
             measured_task.prepared(tokenizer)
-        batches = export.prompt_batches(prompts or problems or [], tokenizer, recorded_template_kwargs(policy.settings))
+            problems = measured_task.splits()[1].to_list()
+        batches = export.prompt_batches(problems, tokenizer, recorded_template_kwargs(policy.settings))
         trained = export.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
             base_kl = export.logit_distance(trained, export.logits_of(policy.model, batches))["kl_nats_per_token"]
-        if onto_original:
-            if policy.settings["merged_onto"] != "nvfp4":
-                raise ValueError(
-                    "This adapter was trained on the unquantized base: a plain merge is already what --onto-original asks for."
-                )
+        if onto_original and policy.settings["merged_onto"] == "nvfp4":  # else a plain merge is that already
             settings = policy.settings
             del policy
             policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
@@ -185,14 +159,7 @@ def merge(
         elif form == "nvfp4":
             rule = policy.settings.get("scale_rule", "rtn")
             done = export.save_merged_nvfp4(
-                policy,
-                destination,
-                scale_rule=rule,
-                force=force,
-                overwrite=overwrite,
-                card=card,
-                progress=progress,
-                notify=note,
+                policy, destination, None, rule, force, overwrite, card=card, progress=progress, notify=note
             )
         else:
             weights = dtype or "bfloat16"
@@ -207,79 +174,60 @@ def merge(
     lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
     if form == "bf16" and (survived := done.get("survived")):
         lines.append(
-            f"rounding to {done['dtype']} kept {survived['kept_fraction']:.3f} of the adapter's change of the weights (error "
-            f"{survived['error_ratio']:.2f} of its size)"
+            f"rounding to {done['dtype']} kept {survived['kept_fraction']:.3f} of the adapter's change of the weights "
+            f"(error {survived['error_ratio']:.2f} of its size)"
         )
-    if (prompts is not None or problems is not None) and form in ("bf16", "nvfp4"):
-        written = load_any(
-            str(destination), device, policy.settings["dtype"]
-        )  # same arithmetic: only the weights differ
+    if measures:
+        written = load_any(str(destination), device, policy.settings["dtype"])  # the same arithmetic
         measured = measured or export.logit_distance(trained, export.logits_of(written.model, batches))
         content["measured"], content["base_kl_nats_per_token"] = measured, base_kl
         lines.append(
-            f"distance to the trained policy on {measured['tokens']} tokens: mean logit {measured['mean_logit_distance']:.3g}, KL "
-            f"{measured['kl_nats_per_token']:.3g} nats per token (of the base without the adapter {base_kl:.3g}), same greedy token {100 * measured['same_greedy_token']:.1f} %"
+            f"distance to the trained policy on {measured['tokens']} tokens: mean logit "
+            f"{measured['mean_logit_distance']:.3g}, KL {measured['kl_nats_per_token']:.3g} nats per token (of the base "
+            f"without the adapter {base_kl:.3g}), same greedy token {100 * measured['same_greedy_token']:.1f} %"
         )
     print_result(content, as_json, lines)
 
 
 def push(
-    what: Annotated[str, typer.Argument(help="adapter, merged, base, or model: of a run with base_format full.")],
-    folder: Annotated[
-        Path,
-        typer.Argument(help="Folder made by merge or quantize; a run's or a checkpoint for an adapter or a model."),
+    what: Annotated[
+        Literal["adapter", "merged", "base", "model"],
+        typer.Argument(help="What is in the folder; model: of a run with base_format full."),
     ],
+    folder: Annotated[Path, typer.Argument(help="Made by merge or quantize; a run's for an adapter or a model.")],
     repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],
     public: Annotated[bool, typer.Option("--public", help="Visible to everybody. Default: private.")] = False,
-    base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the base, when the run used a local folder.")
-    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the base, where the run had a folder.")] = None,
     allow_other_base: AllowOtherBase = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Publish into a repository that holds something else.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Into a repository that holds something else.")] = False,
     dataset: DatasetName = None,
     as_json: AsJson = False,
 ) -> None:
     """Publish to the Hugging Face Hub: announced first, private by default, all or nothing. Interrupted? Run it again."""
-    from qerl_trl.checkpoint.records import FORMS, MERGED_KINDS, Facts
-
-    kinds: dict[str, tuple[str, ...]] = {
-        "adapter": FORMS["adapter"],
-        "merged": MERGED_KINDS,
-        "base": FORMS["base"],
-        "model": (),
-    }
-    if what not in kinds:
-        raise ValueError(f"{what!r} is none of {', '.join(kinds)}.")
-    if what == "model" and base_model is not None:
-        raise ValueError(
-            "--base-model names the base of an adapter, and a model whose every weight was trained has none: leave it out."
-        )
-    if what == "base" and dataset is not None:
-        raise ValueError("--dataset names training data, and a base was not trained: leave it out.")
     from qerl_trl.checkpoint import seal
+    from qerl_trl.checkpoint.records import FORMS, MERGED_KINDS, Facts
     from qerl_trl.publish import card as cards
     from qerl_trl.publish import hub
     from qerl_trl.publish.load import recorded_settings, require_adapter
 
+    kinds: dict[str, tuple[str, ...]] = {**FORMS, "merged": MERGED_KINDS, "model": ()}
     kind = seal.recorded_run(folder).get("kind")
     options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": note}
-    of_base: dict[str, Any] = (
-        {} if what == "model" else {"base_model": base_model, "allow_other_base": allow_other_base}
-    )
+    if what != "model":
+        options |= {"base_model": base_model, "allow_other_base": allow_other_base}
     if kind is None and what in ("adapter", "model"):
         if what == "adapter":
             require_adapter(folder)
         facts = cards.facts_of_run(folder, recorded_settings(folder), dataset)
-        url = hub.push_run(folder, repo_id, facts, what == "adapter", **of_base, **options)
+        url = hub.push_run(folder, repo_id, facts, what == "adapter", **options)
     elif kind in kinds[what]:
         said: Facts | None = {"dataset": dataset} if dataset else None
-        url = hub.push_folder(folder, repo_id, facts=said, **of_base, **options)
+        url = hub.push_folder(folder, repo_id, facts=said, **options)
     else:
         found = f"a {kind.replace('_', ' ')}" if kind else "no export of qerl-trl"
         raise ValueError(
-            f"{folder} contains {found}, not something to push as {what}. Make one with qerl-trl merge or qerl-trl quantize."
+            f"{folder} contains {found}, not something to push as {what}. Make one with qerl-trl merge or qerl-trl "
+            "quantize."
         )
     print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])

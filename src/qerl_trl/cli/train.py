@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -17,42 +16,22 @@ from typer.core import TyperCommand
 from ..support.recipes import accelerate_file, config_file, examples_folder, task_file
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing destination, once the new one is complete.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the destination, once all is written.")]
 BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the base. Default: what the adapter says.")]
 BaseFormat = Annotated[
-    str | None, typer.Option(help="nvfp4 or bf16: the base's format. Default: what the run recorded.")
+    Literal["nvfp4", "bf16"] | None, typer.Option(help="The base's format. Default: what the run recorded.")
 ]
-AllowOtherBase = Annotated[
-    bool, typer.Option("--allow-other-base", help="Take a base with other weights than the run's; it is recorded.")
-]
+AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Take a base with other weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
-
-
-def _checked_dtype(said: str | None) -> str | None:
-    if said not in (None, "bfloat16", "float16", "float32"):
-        raise ValueError(f"--dtype {said} is none of bfloat16, float16, float32.")
-    return said
-
 
 #: of a merge
 WrittenDtype = Annotated[
-    str | None,
-    typer.Option(
-        callback=_checked_dtype,
-        help="bfloat16 (default), float16 or float32: of what --as bf16 writes, not of what is computed in.",
-    ),
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option(help="Of what --as bf16 writes, not of what is computed in. Default: bfloat16."),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
-NumProcesses = Annotated[
-    int | None,
-    typer.Option(help="Processes (GPUs) of a run, by accelerate launch. Default: 1, or as --accelerate-config says."),
-]
-AccelerateConfig = Annotated[
-    str | None,
-    typer.Option(help="accelerate's YAML file, or the name of a shipped one: data_parallel_8, fsdp2_2, zero2_4..."),
-]
+NumProcesses = Annotated[int | None, typer.Option(help="GPUs of a run. Default: 1, or --accelerate-config's.")]
+AccelerateConfig = Annotated[str | None, typer.Option(help="YAML file or shipped name: fsdp2_2, zero2_4...")]
 DatasetName = Annotated[str | None, typer.Option("--dataset", help="Training data to name in the card.")]
 
 
@@ -64,61 +43,26 @@ def print_result(content: Mapping[str, Any], as_json: bool, lines: list[str]) ->
     print(json.dumps(content, indent=1) if as_json else "\n".join(lines))
 
 
-def weights_at(folder: Path) -> dict[str, int]:
-    """The files of weights in a folder, and when each was written."""
-    return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
-
-
-def told_of(folder: Path, before: Mapping[str, int]) -> str:
-    """Whether `folder`, which had the weights `before`, was written."""
-    return "there already" if before and weights_at(folder) == before else "written"
-
-
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """A progress bar in bytes, in a log a line every `LOG_SECONDS`; call with (bytes since the last call, all)."""
+    """A progress bar in bytes, in a log every 30 seconds; call with (bytes since the last call, all)."""
     from tqdm import tqdm
 
-    if not sys.stderr.isatty():
-        yield _Lines(description).update
-        return
-    with tqdm(desc=description, unit="B", unit_scale=True) as bar:
+    every = 0.1 if sys.stderr.isatty() else 30.0
+    with tqdm(desc=description, unit="B", unit_scale=True, mininterval=every, miniters=1, delay=every) as bar:
 
         def update(size: int, total: int | None = None) -> None:
-            if total is not None and bar.total != total:
-                bar.total = total
+            bar.total = total or bar.total
             bar.update(size)
 
         yield update
-
-
-#: between two lines of progress in a log
-LOG_SECONDS = 30.0
-
-
-class _Lines:
-    """Progress for a log: nothing for what takes less than `LOG_SECONDS`."""
-
-    def __init__(self, description: str) -> None:
-        self.description, self.done = description, 0
-        self.total: int | None = None
-        self.begun = self.said = time.monotonic()
-
-    def update(self, size: int, total: int | None = None) -> None:
-        self.done, self.total = self.done + size, total or self.total
-        now = time.monotonic()
-        if now - self.said < LOG_SECONDS:
-            return
-        self.said = now
-        of = f" of {self.total / 1e9:.1f} GB ({self.done / self.total:.0%})" if self.total else " GB"
-        note(f"{self.description}: {self.done / 1e9:.1f}{of} after {now - self.begun:.0f} s")
 
 
 # --- train and arms ------------------------------------------------------------
 
 #: what a finished run was started with, in its folder
 STARTED_NAME = "arm.json"
-_VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from_checkpoint")
+_VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from_checkpoint", "hub_model_id")
 
 
 def train(
@@ -192,8 +136,8 @@ def arms(
     from qerl_trl.checkpoint import seal
     from qerl_trl.tasks import arms as comparison
 
-    seeds = seeds or [1, 2, 3]
-    comparison.check(arms, seeds)
+    arms, seeds = list(dict.fromkeys(arms)), list(dict.fromkeys(seeds or [1, 2, 3]))
+    comparison.check(arms)
     further = list(context.args)
     _refuse_varied(further)
     file = config_file(config)
@@ -226,8 +170,9 @@ def arms(
         print_result(found, as_json, [comparison.table(found)])
     if failed:
         raise RuntimeError(
-            f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log beside each folder of "
-            f"{output_dir}. Start the same command again: runs that have ended stay, the others are resumed."
+            f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log "
+            f"beside each folder of {output_dir}. Start the same command again: runs that have ended stay, the others "
+            "are resumed."
         )
 
 
@@ -252,14 +197,10 @@ def _run(words: Sequence[str], config: Path, folder: Path, command: Sequence[str
 
 def _refuse_varied(further: list[str]) -> None:
     """Options that each run gets from `arms` itself."""
-    names = {word: word.split("=")[0].removeprefix("--").replace("-", "_") for word in further if word.startswith("--")}
-    if taken := [word for word, name in names.items() if name in _VARIED]:
+    if taken := [w for w in further if w.startswith("--") and w[2:].split("=")[0].replace("-", "_") in _VARIED]:
         raise ValueError(
-            f"{' '.join(taken)} is what qerl-trl arms gives to each run: use --arms, --seeds and --output_dir."
-        )
-    if "hub_model_id" in names.values():
-        raise ValueError(
-            "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
+            f"{' '.join(taken)} cannot be one for all runs: qerl-trl arms gives each its own. Leave it out, or use --arms, "
+            "--seeds and --output_dir."
         )
 
 
@@ -283,12 +224,10 @@ def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(jobs)
     try:
         yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(_running):
-            process.terminate()
-        raise
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(_running):  # none where all have ended
+            process.terminate()
         pool.shutdown()
 
 

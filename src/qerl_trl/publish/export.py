@@ -18,7 +18,6 @@ import copy
 import itertools
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -43,7 +42,6 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import save_generation_config
-from ..support import secrets
 from ..support.names import full_tensor, is_sharded, reshard
 from . import merge
 from . import write as writer
@@ -55,6 +53,7 @@ from .load import (
     load_policy,
     recorded_revision,
     recorded_settings,
+    require_adapter,
     require_whole,
     trained_policy_of,
 )
@@ -82,7 +81,8 @@ def save_adapter(
     def write(policy: TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
             raise ValueError(
-                "This model has no adapter to save. For a run with base_format='full', save_pretrained it."
+                "This model has no adapter to save. Of a run with base_format='full', export the folder that "
+                "save_model() wrote."
             )
         export = _describe(policy, "adapter", folder)
         export["base_model"] = base_model
@@ -99,9 +99,7 @@ def save_adapter(
 
 def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = None) -> Export:
     """The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
-    missing = [name for name in ADAPTER_FILES if not (run / name).is_file()]
-    if missing:
-        raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
+    require_adapter(run)
     require_whole(run)
     export = _record("adapter", recorded_settings(run))
     with _staged(folder, export, True, None, card) as partial:
@@ -248,7 +246,7 @@ def _on_rank_zero(
     write: Callable[[TrainedPolicy], Export],
     adapter_only: bool = False,
 ) -> Export:
-    """Run `write` in the main process; the others wait, and fail if it failed."""
+    """Run `write` in the main process; the others wait, and are ended by the launcher if it failed."""
     policy = trained_policy_of(exported, tokenizer)
     if not is_trainer(exported):
         return write(policy)
@@ -257,29 +255,17 @@ def _on_rank_zero(
         reshard(policy.model)
         trained = ((name, p) for name, p in policy.model.named_parameters() if is_trained(name))
         policy = policy._replace(gathered={name: full_tensor(p).cpu() for name, p in trained})  # collective
-    written: list[Export | str] = ["it was ended"]
-    try:
-        if exported.accelerator.is_main_process:
-            with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
-                written[0] = write(whole)
-    except Exception as error:
-        written[0] = secrets.redact(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        broadcast_object_list(written)
-    if isinstance(written[0], str):
-        raise RuntimeError(f"Process 0, the main process, failed, and this export with it: {written[0]}")
+    written: list[Any] = [None]
+    if exported.accelerator.is_main_process:
+        with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
+            written = [write(whole)]
+    broadcast_object_list(written)
     return written[0]
 
 
 @contextmanager
 def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
     """A sharded policy in one process, on the CPU: its base loaded again and compared, and its adapter."""
-    if not isinstance(policy.model, PeftModel):
-        raise ValueError(
-            "This model is sharded and has no adapter: no process has it whole. Call save_model(), and export that "
-            "folder."
-        )
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
         save_adapter(policy, adapter)
@@ -322,13 +308,12 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
-    quantizer = getattr(policy.transformers_model, "hf_quantizer", None)
-    if quantizer is None or not has_nvfp4(policy.transformers_model):
+    if not has_nvfp4(policy.transformers_model):
         raise ValueError(
             "The base of this model is not NVFP4, so there are no 4-bit weights to save. Use qerl-trl quantize "
             "<model> <folder>."
         )
-    return quantizer.quantization_config
+    return cast(Any, policy.transformers_model).hf_quantizer.quantization_config
 
 
 def _save_config(
@@ -343,14 +328,8 @@ def _save_config(
     config.dtype = dtype
     config.architectures = [type(model).__name__]
     writer.leave_code_out(config)
-    if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
+    if "lm_head.weight" in names and getattr(config, "tie_word_embeddings", False):  # one was trained: written as two
         config.tie_word_embeddings = False
-        more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
-        logger.warning(
-            "The embedding or the output head was trained, and the base has one matrix for both. Written as two: "
-            "lm_head.weight, %s numbers more, and tie_word_embeddings=False in config.json.",
-            f"{more:,}",
-        )
     config.save_pretrained(folder)
     save_generation_config(folder, model, policy.tokenizer)
 
@@ -407,8 +386,6 @@ def prompt_batches(
             text = str(tokenizer.apply_chat_template(messages, **asked))
         text += str(row.get("answer", ""))
         batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
-    if not batches:
-        raise ValueError(f'{source} is empty. Give it a line per prompt: {{"question": "..."}}.')
     return batches
 
 

@@ -1,8 +1,8 @@
 """Uploads to the Hub: private by default, announced first, all or nothing, and never with a token in any text.
 
 [`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the
-single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`,
-`push_merged` and `push_base` export and upload in one go.
+single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`
+exports and uploads in one go.
 """
 
 import json
@@ -49,8 +49,6 @@ def _explained(repo_id: str) -> Iterator[None]:
     try:
         yield
     except _FAILED as error:
-        if isinstance(error, HubError):
-            raise
         # not chained: the requests inside carry the token in their headers
         raise HubError(secrets.redact(f"{_explanation(error, repo_id)} Nothing was published.")) from None
     finally:
@@ -77,23 +75,23 @@ def _root_of(error: BaseException) -> tuple[BaseException, int | None]:
     while cause is not None and not isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
         cause = cause.__cause__
     root = error if cause is None else cause
-    return root, getattr(getattr(root, "response", None), "status_code", None)
+    return root, root.response.status_code if isinstance(root, HfHubHTTPError) else None
 
 
 def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
     """Call again after dropped connections and server errors, 1, 2, 4, ... seconds apart; after a timeout once."""
-    for attempt in range(attempts):
+    attempt = 1
+    while True:
         try:
             return request()
         except _FAILED as error:
             root, status = _root_of(error)
             passing = root is not error or not isinstance(error, RuntimeError)
             passing = passing and (status is None or status >= 500 or status == 429)
-            last = attempts - 1 if "Timeout" not in type(root).__name__ else 1
-            if not passing or attempt >= last:
+            if not passing or attempt >= (attempts if "Timeout" not in type(root).__name__ else 2):
                 raise
-            time.sleep(_WAIT_SECONDS * 2**attempt)
-    raise AssertionError
+            time.sleep(_WAIT_SECONDS * 2 ** (attempt - 1))
+            attempt += 1
 
 
 # --- the repository ---------------------------------------------------------------------------------------------------
@@ -133,15 +131,17 @@ def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[
 def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> str:
     with _explained(repo_id):
         repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
-        if (is_private := api.repo_info(repo_id).private) != private:
-            asked = "private" if private else "public"
-            remedy = "publish there on purpose: private=False (hub_private_repo=False, --public)"
-            raise HubError(
-                f"{repo_id} exists and is {'private' if is_private else 'PUBLIC'}, and a {asked} publication was "
-                "asked for, so nothing was uploaded. Choose another name, or "
-                f"{remedy if private else 'change its visibility in its settings on the Hub'}."
-            )
-        if revision is not None and not revision.startswith("refs/"):
+        is_private = api.repo_info(repo_id).private
+    if is_private != private:
+        there, asked, remedy = "PUBLIC", "private", "publish there on purpose: private=False (--public)"
+        if is_private:
+            there, asked, remedy = "private", "public", "change its visibility on the Hub"
+        raise HubError(
+            f"{repo_id} exists and is {there}, and a {asked} publication was asked for, so nothing was uploaded. Choose "
+            f"another name, or {remedy}."
+        )
+    if revision is not None and not revision.startswith("refs/"):
+        with _explained(repo_id):
             _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
     return repo_id
 
@@ -177,7 +177,8 @@ def push_folder(
         `HubError`: see [`prepare_repository`]; and the repository holds other content.
     """
     folder = Path(folder)
-    record = _whole_export(folder)
+    _require_whole(folder, export=True)
+    record = cast(Export, seal.recorded_run(folder))
     files, base = _files(folder, notify), None
     if record["kind"] == "adapter":
         files |= adapter_config(folder, base_model)
@@ -209,8 +210,7 @@ def push_model(
 ) -> str:
     """As [`push_folder`], for a run of which every weight was trained: from the run's folder or a checkpoint."""
     folder = Path(folder)
-    if wrong := seal.problems(folder):
-        raise ValueError(f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint.")
+    _require_whole(folder)
     return _publish(folder, _files(folder, notify), facts, repo_id, message, notify, **options)
 
 
@@ -240,7 +240,13 @@ def _publish(
     content |= {seal.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **(further or {})}
     outgoing.check(content)
     with _explained(repo_id):
-        stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
+        stale, others = _compare(api, repo_id, revision, content, manifest["run"].get("kind"))
+    if others and not force:
+        raise HubError(
+            f"{repo_id} already contains {others}, so nothing was uploaded. Choose another name, or add to it on "
+            "purpose: force=True (--force)."
+        )
+    with _explained(repo_id):
         added = [CommitOperationAdd(name, data) for name, data in content.items()]
         _retried(lambda: api.preupload_lfs_files(repo_id, added, revision=revision, free_memory=False))
         changes: list[Any] = [*added, *map(CommitOperationDelete, stale)]
@@ -258,51 +264,41 @@ def _files(folder: Path, notify: Callable[[str], None]) -> Content:
     return files
 
 
-def _whole_export(folder: Path) -> Export:
-    found = seal.recorded_run(folder)
-    wrong = seal.problems(folder) if (folder / seal.MANIFEST_NAME).is_file() else []
+def _require_whole(folder: Path, export: bool = False) -> None:
+    """Refuse a folder that changed since it was sealed, or for an `export` a run's."""
+    wrong = seal.problems(folder)
+    if export and not wrong and "kind" not in seal.recorded_run(folder):
+        wrong = [f"its {seal.MANIFEST_NAME} is of a run"]
     if wrong:
-        raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
-    if "kind" not in found:
         raise ValueError(
-            f"{folder} was not written by an export of qerl-trl (its {seal.MANIFEST_NAME} is missing or of a "
-            "checkpoint). Export it first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl "
-            "push adapter <run> <user/name>."
+            f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint, or export it: qerl-trl merge, "
+            "qerl-trl quantize, or of a run qerl-trl push adapter <run> <user/name>."
         )
-    return cast(Export, found)
 
 
 def _compare(
-    api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None, force: bool
-) -> list[str]:
-    """Files of an earlier push that have to go. Refuses a repository with another kind of content in it."""
+    api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None
+) -> tuple[list[str], str]:
+    """(files of an earlier push that have to go, what other kind of content the repository holds)"""
     present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
     if not present - _HUB_FILES:
-        return []
+        return [], ""
     kind = None
     if seal.MANIFEST_NAME in present:
         theirs = Path(api.hf_hub_download(repo_id, seal.MANIFEST_NAME, revision=revision)).parent
         run = seal.recorded_run(theirs)  # empty where it is damaged: other files
         kind = run.get("kind")
         if run and kind == kind_now:
-            return sorted((present - set(content)) & set(seal.read_manifest(theirs)["files"]))
-    if not force:
-        found = f"a {kind.replace('_', ' ')}" if kind else "other files"
-        raise HubError(
-            f"{repo_id} already contains {found}, so nothing was uploaded. Choose another name, or add to it on "
-            "purpose: force=True (--force)."
-        )
-    return []
+            return sorted((present - set(content)) & set(seal.read_manifest(theirs)["files"])), ""
+    return [], f"a {kind.replace('_', ' ')}" if kind else "other files"
 
 
 def require_hub_base(base: str) -> None:
     """Refuse a base model that others cannot load."""
     if not is_hub_id(base):
         raise ValueError(
-            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be "
-            "published. Publish the base first (qerl-trl quantize or merge --as base, then qerl-trl push base "
-            "<folder> user/name) and name it: base_model='user/name' (--base-model user/name; while training: "
-            "hub_base_model='user/name')."
+            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load it. Publish it first "
+            "(qerl-trl push base), and name it: base_model='user/name' (--base-model; while training hub_base_model)."
         )
 
 
@@ -362,30 +358,16 @@ def push_adapter(
     exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
 ) -> str | None:
     """Save the adapter of a trainer or policy and upload it. `options` as for [`push_folder`]. None on other ranks."""
-    return _export_and_push(export.save_adapter, exported, repo_id, facts, {"base_model": base_model, **options})
-
-
-def push_merged(exported: Exportable, repo_id: str, facts: Facts | None = None, **options: Any) -> str | None:
-    """Save the merged bf16 model and upload it. `options` as for [`push_folder`]."""
-    return _export_and_push(export.save_merged, exported, repo_id, facts, options)
-
-
-def push_base(exported: Exportable, repo_id: str, facts: Facts | None = None, **options: Any) -> str | None:
-    """Save the NVFP4 base and upload it. `options` as for [`push_folder`]."""
-    return _export_and_push(export.save_base, exported, repo_id, facts, options)
-
-
-def _export_and_push(
-    save: Callable[..., Export], exported: Exportable, repo_id: str, facts: Facts | None, options: dict[str, Any]
-) -> str | None:
     known = facts or card.facts_of(exported)
     root = Path((exported.args.output_dir or ".") if is_trainer(exported) else ".")
     # kept after a failure: the next try goes on from there
-    folder = root / f"_hub-{save.__name__.removeprefix('save_')}-{repo_id.replace('/', '--')}"
-    save(exported, folder, overwrite=True, card=lambda partial, record: card.write(partial, known, record))
+    folder = root / f"_hub-adapter-{repo_id.replace('/', '--')}"
+    export.save_adapter(
+        exported, folder, None, base_model, True, lambda partial, record: card.write(partial, known, record)
+    )
     if is_trainer(exported) and not exported.accelerator.is_main_process:
         return None
-    url = push_folder(folder, repo_id, facts=known, **options)
+    url = push_folder(folder, repo_id, base_model, known, **options)
     shutil.rmtree(folder)
     return url
 

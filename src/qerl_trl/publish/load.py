@@ -45,7 +45,7 @@ Exportable = OnlineTrainer | TrainedPolicy | PeftModel | PreTrainedModel
 
 
 def is_trainer(exported: Exportable) -> TypeGuard[OnlineTrainer]:
-    return hasattr(exported, "accelerator")
+    return not isinstance(exported, (TrainedPolicy, torch.nn.Module))
 
 
 def trained_policy_of(exported: Exportable, tokenizer: PreTrainedTokenizerBase | None = None) -> TrainedPolicy:
@@ -88,14 +88,10 @@ def load_policy(
     base_model = base_model or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
     recorded = settings.get("base_format")
     base_format = base_format or recorded
-    if base_format is None:
-        raise ValueError(
-            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' "
-            "(--base-format nvfp4) if it was trained by a QeRL trainer with its default, or 'bf16'."
-        )
     if base_format not in ("nvfp4", "bf16"):
         raise ValueError(
-            f"base_format={base_format!r} cannot be exported; use an adapter on an 'nvfp4' or 'bf16' base."
+            f"base_format={base_format!r} for {adapter}, which records {recorded!r}, cannot be built on: pass 'nvfp4' "
+            "(--base-format nvfp4) if a QeRL trainer made it with its default, else 'bf16'."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
     if base_format == "bf16":
@@ -131,7 +127,7 @@ def _load_base(
             modules_to_not_convert=settings.get("modules_to_not_convert"),
             compute_dtype=dtype,
         )
-        model = from_pretrained(base, config, dtype=getattr(torch, dtype), **hub)
+        model = from_pretrained(base, config, dtype=dtype, **hub)
     else:
         begin(base)
         kind = auto_class_of(AutoConfig.from_pretrained(base, **found))
@@ -143,13 +139,7 @@ def _load_base(
     return model
 
 
-def check_served_base(
-    adapter: Path,
-    base_model: str,
-    device: str = "cpu",
-    allow_other_base: bool = False,
-    trust_remote_code: bool = False,
-) -> str | None:
+def check_served_base(adapter: Path, base_model: str) -> str | None:
     """Compare the base that an engine will load by itself: loaded here for a moment, in the run's format.
 
     Returns the Hub's revision at which to load it, `None` for a folder.
@@ -160,20 +150,17 @@ def check_served_base(
                 f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
             )
     settings = recorded_settings(adapter)
-    _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
+    _compare_as_recorded(adapter, settings, base_model)
     return recorded_revision(settings, base_model)
 
 
 def _compare_as_recorded(
-    adapter: Path, settings: RunSettings, base_model: str, device: str, allowed: bool, code: bool
+    adapter: Path, settings: RunSettings, base: str, device: str = "cpu", allowed: bool = False, code: bool = False
 ) -> None:
     """Load a base for a moment in the format that the run trained on, and compare it."""
-    recorded, revision = settings.get("base_format"), recorded_revision(settings, base_model)
-    if recorded == "nvfp4" or (recorded == "bf16" and format_of(base_model, revision, code) == "bf16"):
-        dtype = settings.get("dtype") or "bfloat16"
-        _load_base(adapter, settings, base_model, recorded, dtype, device, allowed, code)
-    else:
-        logger.warning("The base that %s was trained on cannot be compared: %s is taken on trust.", adapter, base_model)
+    recorded, revision = settings.get("base_format"), recorded_revision(settings, base)
+    if recorded == "nvfp4" or (recorded == "bf16" and format_of(base, revision, code) == "bf16"):
+        _load_base(adapter, settings, base, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
@@ -187,9 +174,7 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
     config = fingerprint.base_config(model)
     lines = identity.config_differences(settings.get("base_config"), config)
     found: RunSettings = {"base_config": config} if lines else {}
-    if then is None:
-        logger.warning("The run recorded no fingerprint of its base: %s is taken on trust.", base_model)
-    elif now not in (then, None):
+    if then is not None and now not in (then, None):
         lines = [f"base_sha256: trained on {then[:12]}, built on {now[:12]}", *lines]
         found["base_sha256"] = now
     if not lines:
@@ -200,10 +185,9 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
         raise ValueError(
             f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} "
             f"than the base that the adapter was trained on, {trained_on} in {settings.get('dtype', dtype)} "
-            f"({'; '.join(lines)}). Name the run's own base: base_model=... (--base-model), without dtype (--dtype); "
-            "or take this one: allow_other_base=True (--allow-other-base)."
+            f"({'; '.join(lines)}). Name the run's own base (--base-model), without --dtype, or take this one: "
+            "allow_other_base=True (--allow-other-base)."
         )
-    logger.warning("Building on another base than the run's, as allowed: %s.", "; ".join(lines))
     found["changed"] = [*settings.get("changed", []), *lines]
     return found
 
@@ -215,15 +199,12 @@ def require_whole(folder: Path) -> None:
     """
     if not (folder / seal.MANIFEST_NAME).is_file():
         logger.warning(
-            "%s has no %s, so nothing says whether its files are as the run wrote them.",
-            folder,
-            seal.MANIFEST_NAME,
+            "%s has no %s, so nothing says whether its files are as the run wrote them.", folder, seal.MANIFEST_NAME
         )
     elif wrong := seal.problems(folder) or seal.added(folder):
         raise ValueError(
-            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run "
-            "(checkpoint-<step>), or copy the folder from where it is whole. If the change was meant, remove "
-            f"{seal.MANIFEST_NAME} there: it is used with a warning then."
+            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint (checkpoint-<step>), or "
+            f"copy the folder anew. If the change was meant, remove {seal.MANIFEST_NAME} there."
         )
     if (folder / ADAPTER_FILE).is_file():
         require_finite(folder / ADAPTER_FILE)
@@ -273,58 +254,27 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
 
 
 def require_adapter(folder: Path) -> None:
-    """Refuse a folder without an adapter."""
-    if not (folder / "adapter_config.json").is_file():
-        remedy = _newest_instead(folder) or "Name a checkpoint folder or the run's output folder"
-        if (folder / "config.json").is_file():
-            remedy = "It is a model (merged already?): measure (qerl-trl eval) or publish it (qerl-trl push) as it is"
-        raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
-
-
-def require_model(folder: Path) -> None:
-    """Refuse a folder with neither a model nor an adapter."""
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        remedy = _newest_instead(folder) or "Name a folder of a model, a checkpoint or a run's output folder"
-        raise ValueError(f"{folder} has neither a config.json nor an adapter_config.json. {remedy}.")
-
-
-def _newest_instead(folder: Path) -> str | None:
-    newest = seal.last_checkpoint(folder)
-    if newest is None:
-        return None
-    return f"It holds checkpoints of a run that did not save its end (trainer.save_model()): name the newest, {newest}"
+    """Refuse a folder without an adapter; what it holds instead is named."""
+    if (folder / "adapter_config.json").is_file():
+        return
+    what, remedy = "no adapter_config.json", "It is a model (merged already?): take it as it is (qerl-trl eval, push)"
+    if not (folder / "config.json").is_file():
+        what, remedy = "neither config.json nor adapter_config.json", "Name a model, a checkpoint or a run's folder"
+        if (newest := seal.last_checkpoint(folder)) is not None:
+            remedy = f"Its run did not save its end (trainer.save_model()): name its newest checkpoint, {newest}"
+    raise ValueError(f"{folder} has {what}. {remedy}.")
 
 
 def load_any(
-    model: str,
-    device: str = "cpu",
-    dtype: str | None = None,
-    base_format: str | None = None,
-    trust_remote_code: bool = False,
+    model: str, device: str = "cpu", dtype: str | None = None, trust_remote_code: bool = False
 ) -> TrainedPolicy:
-    """A model without an adapter, with its tokenizer.
-
-    Args:
-        dtype: compute dtype; default: as stored.
-        base_format: "nvfp4" quantizes a dense model while it loads; default: as stored.
-        trust_remote_code: run the model's own code.
-
-    Raises:
-        `ValueError`: it cannot be had in this format.
-    """
-    quantizes = base_format == "nvfp4" and format_of(model, None, trust_remote_code) == "bf16"
-    if base_format is not None and not quantizes:
-        require_format(model, base_format, None, trust_remote_code)
-    wanted, code = NVFP4Config(compute_dtype=dtype) if dtype else None, {"trust_remote_code": trust_remote_code}
-    compute = getattr(torch, dtype or "bfloat16")
-    if quantizes:
-        loaded = from_pretrained(model, wanted, dtype=compute, device_map={"": device}, **code).eval()
-    else:
-        config = load_config(model, wanted, **code)
-        options: dict[str, Any] = {"dtype": dtype or "auto"}
-        if quantization_of(config) is not None:
-            options = {"config": config, "dtype": compute}
-        loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
+    """A model without an adapter, as it is stored, with its tokenizer. `dtype`: compute dtype; default: as stored."""
+    code = {"trust_remote_code": trust_remote_code}
+    config = load_config(model, NVFP4Config(compute_dtype=dtype) if dtype else None, **code)
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    if quantization_of(config) is not None:
+        options = {"config": config, "dtype": dtype or "bfloat16"}
+    loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
     finish(loaded, revision="main")
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
     return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model, **code), settings)

@@ -12,7 +12,6 @@ from typing import NamedTuple, cast
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.tuners.lora.variants import ALoraLinearVariant
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -28,6 +27,7 @@ from ..nvfp4.architectures import DECODER
 from ..nvfp4.checkpoints import TensorSpec, packed_specs
 from ..nvfp4.format import dequantize, largest_magnitude, power_of_two_global_scale, quantize
 from ..nvfp4.linear import NVFP4Linear
+from ..support.names import is_sharded
 from .load import TrainedPolicy
 from .write import Job
 
@@ -76,8 +76,6 @@ def recorded_base(settings: RunSettings) -> str | None:
 @torch.no_grad()
 def merged_layer(layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight (N, K) and bias of a LoRA layer with its active adapters merged by PEFT's own code, in float32."""
-    if layer.merged:
-        raise RuntimeError(fingerprint.MERGED)
     with _dense_base(layer) as dense:
         LoraLinear.merge(layer)
         return dense.weight.data, None if dense.bias is None else dense.bias.data
@@ -108,16 +106,19 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                     "layers, trained tokens and whole trained modules (modules_to_save) can. Save the adapter "
                     "instead."
                 )
-            if isinstance(module, LoraLinear) and with_adapter:
-                _require_mergeable(name, module)
             owners[name] = module
         elif isinstance(module, NVFP4Linear) and name.rpartition(".")[0] not in owners:
             owners[name] = module
+    state = model.state_dict()
+    if is_sharded(model) or any(tensor.is_meta for tensor in state.values()):
+        raise RuntimeError(
+            "The model is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from "
+            "its folder: qerl-trl merge <checkpoint> <folder>."
+        )
     entries: list[Entry] = []
     seen: set[tuple] = set()
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-    for key, tensor in model.state_dict().items():
-        _require_whole(key, tensor)
+    for key, tensor in state.items():
         parts = key.split(".")  # the shortest prefix: an adapter wins over the packed layer inside it
         owner = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in owners), None)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -140,30 +141,6 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
     return [entry._replace(name=renamed[entry.name]) for entry in entries]
 
 
-def _require_mergeable(name: str, lora: LoraLinear) -> None:
-    for adapter in lora.active_adapters:
-        if adapter not in lora.lora_B:
-            continue
-        if lora.lora_bias.get(adapter) and getattr(lora.get_base_layer(), "bias", None) is None:
-            raise ValueError(
-                f"The adapter of {name} has a bias (lora_bias=True), and the layer has none to merge it into. Save "
-                "the adapter instead."
-            )
-        if isinstance(lora.lora_variant.get(adapter), ALoraLinearVariant):
-            raise ValueError(
-                f"{name} carries an activated LoRA (aLoRA), which acts from its words on only. Save the adapter "
-                "instead."
-            )
-
-
-def _require_whole(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta or tensor.numel() == 0 or hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_id"):
-        raise RuntimeError(
-            f"{name} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from "
-            "its folder: qerl-trl merge <checkpoint> <folder>."
-        )
-
-
 def _layer_entries(
     name: str, module: nn.Module, rest: str, tensor: torch.Tensor, with_adapter: bool
 ) -> Iterator[Entry]:
@@ -183,7 +160,7 @@ def _layer_entries(
     rest = rest.removeprefix("base_layer.") if lora is not None else rest
     base = _base_layer(module)
     merge = with_adapter and lora is not None and bool(lora.active_adapters)
-    dtype = getattr(base, "compute_dtype", tensor.dtype)
+    dtype = base.compute_dtype if isinstance(base, NVFP4Linear) else tensor.dtype
     if rest in ("weight", "weight_packed"):
 
         def weight() -> torch.Tensor:
@@ -255,17 +232,10 @@ def lossless_dtype(entry: Entry) -> torch.dtype:
     return torch.bfloat16 if torch.equal(value.to(torch.bfloat16).to(torch.float32), value) else torch.float32
 
 
-def _packed_layer(entry: Entry) -> NVFP4Linear:
-    layer = nvfp4_layer(entry)
-    assert layer is not None, f"{entry.name} is dense"
-    return layer
-
-
 def packed_job(entry: Entry) -> Job:
-    packed, block_scale, global_scale = _packed_layer(entry).nvfp4
+    packed, block_scale, global_scale = cast(NVFP4Linear, nvfp4_layer(entry)).nvfp4
     return Job(
-        packed_specs(entry.name, *entry.shape),
-        lambda: [packed, block_scale.view(torch.float8_e4m3fn), global_scale],
+        packed_specs(entry.name, *entry.shape), lambda: [packed, block_scale.view(torch.float8_e4m3fn), global_scale]
     )
 
 
@@ -293,7 +263,7 @@ def requantize_job(group: list[Entry], scale_rule: str) -> Job:
             merged = entry.value()
             packed, block_scale, global_scale = quantize(merged, scale_rule, shared)
             written = dequantize(packed, block_scale, global_scale, torch.float32)
-            _compare(note, written, merged, _packed_layer(entry).dequantize(torch.float32))
+            _compare(note, written, merged, dense_weight(cast(nn.Module, entry.layer)))
             yield from (packed, block_scale.view(torch.float8_e4m3fn), global_scale)
 
     specs = tuple(spec for entry in group for spec in packed_specs(entry.name, *entry.shape))
@@ -315,7 +285,7 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def survived_of(notes: list[RequantizedNote]) -> Survived:
     change = sum(note["change"] for note in notes)
-    if change == 0:
-        raise ValueError("The adapter changes no quantized weight (is it untrained?): there is nothing to merge.")
+    if change == 0:  # an untrained adapter: refused as one of which nothing is left
+        return {"kept_fraction": 0.0, "error_ratio": 0.0}
     kept, error = sum(note["kept"] for note in notes), sum(note["error"] for note in notes)
     return {"kept_fraction": kept / change, "error_ratio": (error / change) ** 0.5}

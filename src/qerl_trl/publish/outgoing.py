@@ -1,7 +1,7 @@
 """What may leave this machine: a list of file names, and no file with a secret in it.
 
-Every upload of this package is put together by [`files_of`], and [`check`] stands before it once more in `hub`, in the
-one place that sends. A file whose name is not on the list stays where it is: `training_args.bin`, optimizer states,
+Every upload of this package is put together by [`files_of`]; `hub`, in the one place that sends, lets [`check`] look for
+secrets in it. A file whose name is not on the list stays where it is: `training_args.bin`, optimizer states,
 logs, completions, notes. Only a checkpoint that is pushed to go on from (`hub_strategy="checkpoint"` and
 `"all_checkpoints"`) takes along what a resumed run reads, in its own folder.
 """
@@ -86,14 +86,9 @@ def check_words(repo_id: str, revision: str | None, message: str) -> None:
 
 
 def check(content: Mapping[str, Path | bytes]) -> None:
-    """Refuse a file that may not leave, or that has a secret in it."""
+    """Refuse a file that has a secret in it."""
     for name, data in content.items():
         where = name if isinstance(data, bytes) else data
-        if not may_leave(name):
-            raise HubError(
-                f"{where} is not one of the files that are published (weights, configuration, tokenizer, card), so "
-                "nothing was uploaded. Move it out of the folder."
-            )
         is_json = name.endswith(".json")
         what = secrets.find(data, is_json) if isinstance(data, bytes) else secrets.find_in(data)
         if what is not None:

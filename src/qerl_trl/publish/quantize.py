@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..checkpoint import fingerprint, seal
+from ..checkpoint.fingerprint import Pieces, row_of
 from ..checkpoint.records import (
     BEFORE_NAME,
     EVALUATIONS,
@@ -39,25 +41,19 @@ from ..checkpoint.records import (
 from ..model import loading
 from ..nvfp4 import checkpoints, headers
 from ..nvfp4.architectures import DECODER
+from ..nvfp4.checkpoints import TensorSpec, packed_specs
 from ..nvfp4.config import NVFP4Config, auto_class_of, quantization_of
-from ..nvfp4.headers import TensorInfo
-from ..nvfp4.linear import PACKED
+from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
+from ..nvfp4.fused import share_global_scale
+from ..nvfp4.headers import TensorInfo, check_finite, torch_dtype
+from ..nvfp4.linear import PACKED, NVFP4Linear
 from ..rollout.sampling import end_tokens, save_generation_config, stored
 from ..support.files import hub_commit, named_in_errors
 from . import write
+from .write import Job
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
     from ..checkpoint.settings import RunSettings
-import threading
-from collections.abc import Iterator
-
-from ..checkpoint.fingerprint import Pieces, row_of
-from ..nvfp4.checkpoints import TensorSpec, packed_specs
-from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
-from ..nvfp4.fused import share_global_scale
-from ..nvfp4.headers import check_finite, torch_dtype
-from ..nvfp4.linear import NVFP4Linear
-from .write import Job
 
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
@@ -187,17 +183,17 @@ def _matched(
     stored = _stored_names(model, tensors)
     converted = {stored.get(name, name): layer for name, layer in linears.items()}
     headers.check_dense_headers(tensors, converted)
-    absent = [name for name in converted if f"{name}.weight" not in tensors]
-    if absent:
+    wrong = [
+        name
+        for name, layer in converted.items()
+        if f"{name}.weight" not in tensors or tensors[f"{name}.weight"].shape != tuple(layer.weight.shape)
+    ]
+    if wrong:
         raise ValueError(
-            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. "
-            f"{absent[0]}.weight: the checkpoint's names differ from the model's. Load it with from_pretrained(..., "
+            f"{len(wrong)} linear layers of {type(model).__name__} have no tensor of their shape in {folder}, e.g. "
+            f"{wrong[0]}.weight {tuple(converted[wrong[0]].weight.shape)}. Load it with from_pretrained(..., "
             "quantization_config=NVFP4Config()) and save_pretrained it."
         )
-    for name, layer in converted.items():
-        info = tensors[f"{name}.weight"]
-        if info.shape != tuple(layer.weight.shape):
-            raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
     dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in linears}
     packed = {f"{name}.{part}" for name in linears for part in PACKED}
     # of another class its parameters have other names when it is trained

@@ -230,18 +230,12 @@ def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
     taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
     if not taken:
         return
-    if not overwrite:
-        raise ValueError(
-            f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced "
-            "(overwrite=True, --overwrite)."
-        )
     found = [*seal.of_a_run(destination), *(path.parent.name for path in destination.glob("*/*.safetensors"))]
     found += [".git"] if (destination / ".git").exists() else []
-    if found:
-        raise ValueError(
-            f"{destination} holds more than an export ({', '.join(found[:5])}), and all of it would be removed in its "
-            "place. Name a folder for this export alone."
-        )
+    if not overwrite or found:
+        what = f" and holds more than an export ({', '.join(found[:5])})" if found else ""
+        remedy = "" if found else ", or replace it (overwrite=True, --overwrite)"
+        raise ValueError(f"{destination} already exists{what}. Name another folder for this export{remedy}.")
 
 
 def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:

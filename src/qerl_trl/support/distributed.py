@@ -119,22 +119,18 @@ def rewards_of_all(
     try:
         rewards = calculate()
     except Exception as error:
-        failed, rewards = (
-            error,
-            gather(torch.zeros(rows, functions, device=accelerator.device)),
-        )  # the others wait in it
+        failed = error
+        rewards = gather(torch.zeros(rows, functions, device=accelerator.device))  # the others wait in it
     texts = gather_object([failed and secrets.redact(f"{type(failed).__name__}: {failed}")])
-    if failed is not None:
-        raise failed
     for rank, text in enumerate(texts):
         if text is not None:
-            raise RuntimeError(f"Process {rank} of {len(texts)} failed: {text}")
+            raise failed or RuntimeError(f"Process {rank} of {len(texts)} failed: {text}")
     return rewards
 
 
 def fsdp_version(args: Any) -> int | None:
     """Of the FSDP that a run will use, by its arguments or by what `accelerate launch` left in the environment; None: none."""
-    said = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
+    said = (args.fsdp_plugin_args or {}).get("fsdp_version")
     if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return int(os.environ.get("FSDP_VERSION", "1"))
     return said

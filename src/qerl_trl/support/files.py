@@ -45,11 +45,7 @@ def named_in_errors(model: str | os.PathLike, files: str = "its files") -> Itera
     try:
         yield
     except OSError as error:
-        if str(model) in str(error):
-            raise
-        raise OSError(
-            f"{model} is no folder here, and cannot be had from the Hub: {error} Where there is no network, name a folder with {files}."
-        ) from error
+        raise OSError(f"{model} cannot be loaded: {error} Without a network, name a folder with {files}.") from error
 
 
 def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:
@@ -97,14 +93,8 @@ def note_commit(
         ref = repository / "refs" / (revision or "")
         wanted = "*" if revision is None else ref.read_text().strip() if ref.is_file() else revision
         found = [folder.name for folder in repository.glob(f"snapshots/{wanted}")]
-    if len(found) == 1:
+    if len(found) == 1:  # else no manifest is compared, and no card names the commit
         config._commit_hash = found[0]
-    else:
-        logger.warning(
-            "Of which commit of %s the model is cannot be told, so no manifest that was published with it is compared, and no card names the "
-            "commit; its weights are known by their content all the same. Give the trainer the model's name in place of the model.",
-            name,
-        )
 
 
 def reads_for_its_machine() -> bool:

@@ -32,9 +32,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether FSDP 2 shards it. torch's `DTensor` takes seconds to import."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "full_tensor")
+
+
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     tensor = parameter.detach()
-    return tensor if type(tensor) is torch.Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
+    return cast(Any, tensor).full_tensor() if is_dtensor(tensor) else tensor
 
 
 def full_tensors(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -57,7 +62,7 @@ def full_tensors(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _rows_shared_out(parameter: torch.Tensor) -> tuple[Any, int] | None:
     """The device mesh over one dimension of which this tensor's rows are shared out, and that dimension; None of any other tensor."""
-    if not hasattr(parameter, "full_tensor"):
+    if not is_dtensor(parameter):
         return None
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -94,14 +99,14 @@ def _gather_rows(parameters: Sequence[torch.Tensor], group: Any, ranks: int) -> 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
     tensor = parameter.detach()
-    return tensor if type(tensor) is torch.Tensor or not hasattr(tensor, "to_local") else tensor.to_local()
+    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
 
 
 @torch.no_grad()
 def set_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Write a whole tensor, which every process has, into a parameter or into this process's part of one."""
     whole = whole.to(parameter.device, parameter.dtype)
-    if hasattr(parameter, "full_tensor"):
+    if is_dtensor(parameter):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(parameter, DTensor)
@@ -119,7 +124,7 @@ def reshard(model: nn.Module) -> None:
 
 def is_part(parameter: torch.Tensor) -> bool:
     """Whether this process has only a part of it, by FSDP 2 or by ZeRO-3."""
-    return hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id")
+    return is_dtensor(parameter) or hasattr(parameter, "ds_id")
 
 
 def is_sharded(model: nn.Module) -> bool:

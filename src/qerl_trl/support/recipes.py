@@ -11,10 +11,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 def examples_folder() -> Path:
     """Where they are: in the wheel, or in a source checkout."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "examples", package.parents[1] / "examples"):
-        if (folder / "grpo_gsm8k.py").is_file():
-            return folder
-    raise RuntimeError(f"examples/grpo_gsm8k.py is neither in {package} nor in a source checkout. Reinstall qerl-trl.")
+    return folder if (folder := package / "examples").is_dir() else package.parents[1] / "examples"
 
 
 def config_file(name: str) -> Path:
@@ -74,17 +71,18 @@ def contents(file: Path) -> dict[str, Any]:
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     raise ValueError(
-                        f"{file} says {key.value} twice, in lines {lines[key.value]} and {line}, and one of them would count for nothing. Remove one."
+                        f"{file} says {key.value} twice, in lines {lines[key.value]} and {line}. Remove one."
                     )
                 lines[key.value] = line
             return super().construct_mapping(node, deep)
 
     try:
-        found = yaml.load(file.read_text(), Once)
+        found, why = yaml.load(file.read_text(), Once), "it has no fields"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{file} is no YAML: {error}. Write one `name: value` on each line; a value with a colon, a brace or a bracket in it stands in quotes."
-        ) from error
+        found, why = error, str(error)
     if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{file} has no fields: it is a {type(found).__name__}. Write one `name: value` on each line.")
+        raise ValueError(
+            f"{file} is no YAML of a run or a task: {why}. Write one `name: value` on each line; a value with a colon, a "
+            "brace or a bracket in it stands in quotes."
+        )
     return found or {}

@@ -166,19 +166,19 @@ def check_places(arguments: Mapping[str, Any]) -> None:
     Raises:
         `ValueError`: names the argument.
     """
-    for where, value in _texts(arguments):
-        if _names_secret(where.rpartition(".")[2], value):
+    texts = [(where, value, _names_secret(where.rpartition(".")[2], value)) for where, value in _texts(arguments)]
+    for where, value, named in texts:
+        if named:
             remember(where, value)
-            if where.startswith("vllm_engine_kwargs."):
-                raise ValueError(
-                    f"{redact(where)} is a secret, and an engine logs its arguments. Give a Hub token as HF_TOKEN."
-                )
     secrets = known()
-    for where, value in _texts(arguments):
-        if not _names_secret(where.rpartition(".")[2], value) and (what := _found(value, secrets)) is not None:
+    for where, value, named in texts:
+        what = None if named else _found(value, secrets)
+        if named and where.startswith("vllm_engine_kwargs."):
+            what = "a secret"
+        if what is not None:
             raise ValueError(
-                f"{redact(where)} contains {what}, and it is written to logs, files and cards. Give a Hub token as HF_TOKEN, hub_token or "
-                "model_init_kwargs['token'], a server's password in ~/.netrc."
+                f"{redact(where)} contains {what}, and it is written to logs, files and cards. Give a Hub token as "
+                "HF_TOKEN, hub_token or model_init_kwargs['token'], a server's password in ~/.netrc."
             )
 
 

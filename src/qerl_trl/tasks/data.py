@@ -14,12 +14,13 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from .grading import in_words
-
 #: files that are read, compressed with gzip or not; of a folder those of the first kind that it has
 KINDS = (".jsonl", ".parquet", ".csv", ".tsv", ".json", ".txt")
 #: of a folder that `save_to_disk` wrote, of all splits or of one
 _SAVED = (("dataset_dict.json",), ("state.json", "dataset_info.json"))
+_SPACE = re.compile(r"\s*")
+#: errors of a file that is damaged, of another kind, or without a row; pyarrow's are ValueErrors
+_UNREADABLE = (ValueError, AttributeError, DatasetGenerationError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error)
 #: column names of problems and reference answers, in the order they are looked for
 QUESTIONS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution")
@@ -71,69 +72,45 @@ def _of_file(file: Path, kind: str, as_text: Sequence[str]) -> Dataset:
             return Dataset.from_parquet(str(file))
         data = file.read_bytes()
         text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
-        raise _unreadable(file, line, f"byte {byte:#x} is not UTF-8", "Save the file as UTF-8") from None
-    except (
-        DatasetGenerationError,
-        ValueError,
-        EOFError,
-        gzip.BadGzipFile,
-        zlib.error,
-    ) as error:  # pyarrow's are ValueErrors
-        raise ValueError(f"{file} is damaged or has no rows: {error.__cause__ or error}. Write it again.") from None
-    if kind in (".csv", ".tsv"):
-        rows = written = _csv(file, text, "," if kind == ".csv" else "\t")
-    elif kind == ".txt":
-        rows = written = [{"text": line.rstrip("\r")} for line in text.split("\n") if line.strip()]
-    else:
-        rows, written = _json(file, text), _json(file, text, parse_int=str, parse_float=str, parse_constant=str)
-    if not rows:
-        raise ValueError(f"{file} has no rows. Write at least one problem into it, or name another file.")
-    return _of_rows(rows, as_text, written)
+        if kind in (".csv", ".tsv"):
+            rows = written = _csv(text, "," if kind == ".csv" else "\t")
+        elif kind == ".txt":
+            rows = written = [{"text": line.rstrip("\r")} for line in text.split("\n") if line.strip()]
+        else:
+            rows, written = _json(text), _json(text, parse_int=str, parse_float=str, parse_constant=str)
+        return _of_rows(rows, as_text, written)
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{file} cannot be read: {error.__cause__ or error}. Write it again in UTF-8, with a header (.csv) or as one "
+            "JSON object per line."
+        ) from None
 
 
-def _unreadable(file: Path, line: int, why: str, remedy: str) -> ValueError:
-    return ValueError(f"{file}, line {line}: {why}. {remedy}.")
-
-
-def _csv(file: Path, text: str, delimiter: str) -> list[dict[str, Any]]:
+def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
     limit = csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows, line, header = [], 1, None
     try:
-        for cells in filter(None, reader):
-            if header is None:
-                header = cells
-            elif len(cells) == len(header):
-                rows.append(dict(zip(header, cells, strict=True)))
-            else:
-                why = f"{len(cells)} cells, but the header has {len(header)}"
-                remedy = f'Put a text with {delimiter!r} or a line break in quotes: "..."'
-                raise _unreadable(file, reader.line_num, why, remedy)
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise _unreadable(file, line, str(error), 'Double a quote inside of a quoted text ("")') from None
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        (header, _), *rows = [(cells, reader.line_num) for cells in reader if cells] or [([], 0)]
     finally:
         csv.field_size_limit(limit)
-    return rows
+    for cells, line in rows:
+        if len(cells) != len(header):  # the rest of a text would be lost
+            raise csv.Error(
+                f"line {line} has {len(cells)} cells, and the header {len(header)}; a text with {delimiter!r} in it "
+                "stands in quotes"
+            )
+    return [dict(zip(header, cells, strict=True)) for cells, _ in rows]
 
 
-def _json(file: Path, text: str, **numbers: Any) -> list[dict[str, Any]]:
-    """A list of objects, or one object per line. `numbers`: how `json.loads` parses them."""
-    whole = text.lstrip().startswith("[")
+def _json(text: str, **numbers: Any) -> list[dict[str, Any]]:
+    """A list of objects, or objects one after another. `numbers`: how they are parsed."""
+    decoder = json.JSONDecoder(**numbers)
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate([text] if whole else text.split("\n")):
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line, **numbers)
-            if not all(isinstance(row, dict) for row in (content if whole else [content])):
-                raise json.JSONDecodeError("a row is not an object", line, 0)
-        except json.JSONDecodeError as error:
-            remedy = "Write one JSON object per line, or a list of objects"
-            raise _unreadable(file, number + error.lineno, f"not JSON, {error.msg}", remedy) from None
-        rows += content if whole else [content]
+    at = _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches everywhere
+    while at < len(text):
+        found, at = decoder.raw_decode(text, at)  # its error has the line
+        rows += found if isinstance(found, list) else [found]
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
     return rows
 
 
@@ -161,11 +138,10 @@ def from_hub(name: str, config: str | None, split: str | None, said: str, folder
     try:
         return load_dataset(name, config, split=split)
     except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
-        places = in_words(folders) or "the working directory"
+        places = ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders)) or "the working directory"
         raise ValueError(
             f"{said} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder "
-            "with <split>.jsonl, a .jsonl file, or a dataset of the Hub (user/name) that this machine can reach; of a "
-            "task also file.py:function."
+            "with <split>.jsonl, a file, a dataset of the Hub (user/name), or for a task file.py:function."
         ) from error
 
 
@@ -192,20 +168,17 @@ def with_prompts(
         missing.append(f"one of {', '.join(ANSWERS)} (the reference that our rewards compare with)")
     if missing or question is None:
         raise ValueError(
-            f"{named} has the columns {', '.join(data.column_names)}, but not {' and '.join(missing)}. Name "
+            f"{named} has the columns {', '.join(data.column_names) or '(no row)'}, but not {' and '.join(missing)}. Name "
             "others with prompt_column and answer_column, or make them with a formatting_func."
         )
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
     def row_of(row: dict[str, Any], number: int) -> dict[str, Any]:
         asked = row[question]
-        if not asked:
-            raise ValueError(f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}.")
-        if not isinstance(asked, str) and not _are_messages(asked):
+        if not asked or not (isinstance(asked, str) or _are_messages(asked)):
             raise ValueError(
-                f"Row {number} of the dataset (from 0) asks with no text: its {question!r} is {asked!r} "
-                f"({type(asked).__name__}). A text is wanted, or messages with a role and a content. Name another "
-                "column (prompt_column), or make it with a formatting_func."
+                f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}, and has to be a text, "
+                "or messages with a role and a content. Name another column (prompt_column), or use a formatting_func."
             )
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         if messages and messages[0]["role"] == "system" and system:
@@ -236,9 +209,9 @@ def split_named(data: DatasetDict, name: str, option: str) -> Dataset:
 
 def held_out(data: DatasetDict, train: str, test: str, size: float | None) -> tuple[Dataset, Dataset]:
     """(training, held-out) problems: two splits, or one that is divided, always the same way."""
-    if size is None:
-        return split_named(data, train, "dataset_train_split"), split_named(data, test, "dataset_test_split")
     whole = split_named(data, train, "dataset_train_split")
+    if size is None:
+        return whole, split_named(data, test, "dataset_test_split")
     parts = whole.train_test_split(test_size=int(size) if size >= 1 else size, seed=0)
     return parts["train"], parts["test"]
 

@@ -54,12 +54,7 @@ class Accuracy:
         return max(0.0, centre - half), min(1.0, centre + half)
 
     def as_dict(self) -> records.Accuracy:
-        return {
-            "correct": self.correct,
-            "total": self.total,
-            "accuracy": self.value,
-            "interval95": list(self.interval),
-        }
+        return {"correct": self.correct, "total": self.total, "accuracy": self.value, "interval95": list(self.interval)}
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -232,26 +227,17 @@ def vllm_engine(
     **engine: Any,
 ) -> Callable[[Dataset], list[str]]:
     """`generate` for [`evaluate`] by vLLM, the adapter in vLLM's own LoRA slots. `engine`: arguments of `vllm.LLM`."""
-    try:
-        vllm = CheckpointEngine(model, adapter, seed, **engine)
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ImportError("vLLM is not installed: pip install 'qerl-trl[vllm]', or --engine transformers.") from error
+    vllm = CheckpointEngine(model, adapter, seed, **engine)
     template = {"chat_template": chat_template, **(protocol.chat_template_kwargs or {})}
     ends = end_tokens(stored(vllm.generation, vllm.config, vllm.revision), vllm.tokenizer, **template)
 
     def generate(dataset: Dataset) -> list[str]:
-        return vllm.chat(
-            dataset["prompt"][:],
-            protocol.temperature,
-            protocol.top_p,
-            protocol.max_new_tokens,
-            seed,
-            ends,
-            chat_template=chat_template,
-            chat_template_kwargs=protocol.chat_template_kwargs,
-        )
+        template: dict[str, Any] = {
+            "chat_template": chat_template,
+            "chat_template_kwargs": protocol.chat_template_kwargs,
+        }
+        sampling = protocol.temperature, protocol.top_p, protocol.max_new_tokens, seed, ends
+        return vllm.chat(dataset["prompt"][:], *sampling, **template)
 
     return generate
 
@@ -327,100 +313,101 @@ def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto
 _SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_tool_calling_iterations")
 
 
-def held_out_completions(
-    trainer: Any, dataset: Dataset, max_new_tokens: int | None = None, batch_size: int = 64
-) -> list[str]:
-    """Greedy completions for the `prompt` column of `dataset` by the trained policy, on every process. Collective.
+class Measurement:
+    """Which held-out problems the policy of a trainer solves now: its greedy answers graded, or else its first rewards.
 
-    With vLLM by the running engine: the adapter of this moment, noise off. Every process answers its share.
+    The methods but [`measured_by`] are collective, and give every process the result for all of `dataset`, in its order.
+
+    Args:
+        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): whose policy is measured.
+        batch_size: problems at a time, without vLLM.
     """
-    accelerator, tokenizer = trainer.accelerator, trainer.processing_class
-    limit = max_new_tokens or trainer.max_completion_length
-    template = trainer.chat_template_kwargs
-    # contiguous, in rank order; each process gets as many (padded), because sharded weights are gathered together
-    share = len(dataset) // accelerator.num_processes
-    share += accelerator.process_index < len(dataset) % accelerator.num_processes
-    with accelerator.split_between_processes(list(range(len(dataset))), apply_padding=True) as rows:
-        if trainer.use_vllm:
-            mine = dataset.select(rows[:share])
-            texts = prompt_texts(tokenizer, mine["prompt"], template)
-            prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-            tokens = trainer.vllm_generation.generate_greedily(prompts, limit)
-            completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        else:
-            policy = accelerator.unwrap_model(trainer.model)
-            progress, mine = accelerator.is_main_process, dataset.select(rows)
-            texts = solve(policy, tokenizer, mine, limit, batch_size, None, progress, template)
-            completions = texts[:share]
-    return gather_object(completions)
 
+    def __init__(self, trainer: Any, task: Task, dataset: Dataset, batch_size: int = 64) -> None:
+        self.trainer, self.task, self.dataset, self.batch_size = trainer, task, dataset, batch_size
+        self.graded = task.graded(dataset)
 
-@torch.no_grad()
-def held_out_rewards(trainer: Any, dataset: Dataset, batch_size: int = 64) -> list[float]:
-    """The first reward of one completion for each row of `dataset`, in its order, on every process. Collective.
+    def verdicts(self) -> list[bool]:
+        if self.graded:
+            return self.task.verdicts(self.held_out_completions(), self.dataset)
+        return [reward >= self.task.solved_reward for reward in self.held_out_rewards()]
 
-    Sampled as in a rollout of the run, tools and environments included, but without noise.
-    """
-    ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    training, generations = trainer.model.training, trainer.num_generations_eval
-    trainer.model.eval()
-    trainer.num_generations_eval = 1
-    rewards: list[float] = []
-    try:
-        for start in range(0, len(dataset), batch_size * ranks):
-            # each process gets as many, the last one again where there are no more
-            share = min(batch_size, -(-(len(dataset) - start) // ranks))
-            mine = [min(start + rank * share + i, len(dataset) - 1) for i in range(share)]
-            trainer._generate_and_score_completions([dict(dataset[row]) for row in mine])
-            rewards += trainer._rewards[:, 0].tolist()  # of all processes, in their order
-    finally:
-        trainer.num_generations_eval = generations
-        trainer.model.train(training)
-        trainer._metrics["eval"].clear()
-    return rewards[: len(dataset)]
+    def held_out_completions(self) -> list[str]:
+        """Greedy completions, noise off: with vLLM by the running engine, with the adapter of this moment."""
+        trainer, dataset = self.trainer, self.dataset
+        accelerator, tokenizer = trainer.accelerator, trainer.processing_class
+        limit, template = trainer.max_completion_length, trainer.chat_template_kwargs
+        # contiguous, in rank order; each process gets as many (padded), because sharded weights are gathered together
+        share = len(dataset) // accelerator.num_processes
+        share += accelerator.process_index < len(dataset) % accelerator.num_processes
+        with accelerator.split_between_processes(list(range(len(dataset))), apply_padding=True) as rows:
+            if trainer.use_vllm:
+                mine = dataset.select(rows[:share])
+                texts = prompt_texts(tokenizer, mine["prompt"], template)
+                prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+                tokens = trainer.vllm_generation.generate_greedily(prompts, limit)
+                completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            else:
+                policy = accelerator.unwrap_model(trainer.model)
+                progress, mine = accelerator.is_main_process, dataset.select(rows)
+                texts = solve(policy, tokenizer, mine, limit, self.batch_size, None, progress, template)
+                completions = texts[:share]
+        return gather_object(completions)
 
+    @torch.no_grad()
+    def held_out_rewards(self) -> list[float]:
+        """The first reward of one completion each, sampled as in a rollout, tools and environments too, but noise off."""
+        trainer, dataset, batch_size = self.trainer, self.dataset, self.batch_size
+        ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        training, generations = trainer.model.training, trainer.num_generations_eval
+        trainer.model.eval()
+        trainer.num_generations_eval = 1
+        rewards: list[float] = []
+        try:
+            for start in range(0, len(dataset), batch_size * ranks):
+                # each process gets as many, the last one again where there are no more
+                share = min(batch_size, -(-(len(dataset) - start) // ranks))
+                mine = [min(start + rank * share + i, len(dataset) - 1) for i in range(share)]
+                trainer._generate_and_score_completions([dict(dataset[row]) for row in mine])
+                rewards += trainer._rewards[:, 0].tolist()  # of all processes, in their order
+        finally:
+            trainer.num_generations_eval = generations
+            trainer.model.train(training)
+            trainer._metrics["eval"].clear()
+        return rewards[: len(dataset)]
 
-def held_out_verdicts(trainer: Any, task: Task, dataset: Dataset, batch_size: int = 64) -> list[bool]:
-    """Which held-out problems the policy solves now: its greedy answers graded, or else its first rewards."""
-    if task.graded(dataset):
-        return task.verdicts(held_out_completions(trainer, dataset, batch_size=batch_size), dataset)
-    return [reward >= task.solved_reward for reward in held_out_rewards(trainer, dataset, batch_size)]
-
-
-def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
-    """How [`held_out_verdicts`] comes to its verdicts, as JSON: those with the same can be compared."""
-    settings = run_settings(trainer)
-    options = settings["options"]
-    found: dict[str, Any] = {name: settings.get(name) for name in ("max_completion_length", "tokenizer_content_sha256")}
-    found["chat_template_kwargs"] = options.get("chat_template_kwargs")
-    if task.graded(dataset):
-        return found | task.graded_by()
-    first, *_ = settings["rewards"]
-    sampled = {name: settings.get(name) for name in ("temperature", "rollouts", "rollouts_sha256")}
-    return {
-        **found,
-        **sampled,
-        **{name: options.get(name) for name in _SAMPLING},
-        "reward": first,
-        "reward_sha256": settings["rewards_sha256"].get(first),
-        "solved_reward": task.solved_reward,
-    }
+    def measured_by(self) -> dict[str, Any]:
+        """How [`verdicts`] comes to them, as JSON: those with the same can be compared."""
+        settings = run_settings(self.trainer)
+        options = settings["options"]
+        names = ["max_completion_length", "tokenizer_content_sha256"]
+        names += [] if self.graded else ["temperature", "rollouts", "rollouts_sha256"]
+        found: dict[str, Any] = {name: settings.get(name) for name in names}
+        found["chat_template_kwargs"] = options.get("chat_template_kwargs")
+        if self.graded:
+            return found | self.task.graded_by()
+        first, *_ = settings["rewards"]
+        return {
+            **found,
+            **{name: options.get(name) for name in _SAMPLING},
+            "reward": first,
+            "reward_sha256": settings["rewards_sha256"].get(first),
+            "solved_reward": self.task.solved_reward,
+        }
 
 
 class HeldOutAccuracy(TrainerCallback):
     """After each evaluation (`eval_strategy`, `trainer.evaluate()`): accuracy, as `eval_held_out_accuracy`.
 
-    It is in the metrics, so `metric_for_best_model="eval_held_out_accuracy"` works. `measure`: which problems are
-    solved; by default greedy completions graded against the column `answer`.
+    It is in the metrics, so `metric_for_best_model="eval_held_out_accuracy"` works.
     """
 
-    def __init__(self, trainer: Any, dataset: Dataset, measure: Callable[[], list[bool]] | None = None) -> None:
-        self.trainer = trainer
-        self.measure = measure or (lambda: grade(held_out_completions(trainer, dataset), dataset))
+    def __init__(self, measurement: Measurement) -> None:
+        self.measurement = measurement
 
     def on_evaluate(self, args, state, control, metrics: dict[str, float] | None = None, **kwargs) -> None:
-        verdicts = self.measure()
+        verdicts = self.measurement.verdicts()
         value = {"eval_held_out_accuracy": Accuracy(sum(verdicts), len(verdicts)).value}
         if metrics is not None:
             metrics.update(value)
-        self.trainer.log(value)
+        self.measurement.trainer.log(value)

@@ -14,7 +14,8 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -93,7 +94,7 @@ def exact(answer: str, reference: str) -> bool:
 def numeric(answer: str, reference: str) -> bool:
     value = _number(reference)
     if value is None:
-        raise ValueError(f"The reference {reference!r} is no number, as grader='numeric' needs. Choose another grader.")
+        raise ValueError(f"The reference {reference!r} is no number, as grader='numeric' needs. Choose another grader")
     return _number(answer) == value
 
 
@@ -126,11 +127,6 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
     Raises:
         `ValueError`: there is no such grader or function. `ImportError`: math-verify is not installed.
     """
-    if name == BY_REWARD:
-        raise ValueError(
-            f"grader={name!r} compares nothing, so it needs reward_funcs of your own, and a run to be measured in. Or "
-            f"choose one of {', '.join(GRADERS)}, or file.py:function."
-        )
     if name in ("auto", "math") and importlib.util.find_spec("math_verify") is None:
         raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install 'qerl-trl[math]'.")
     if name in GRADERS:
@@ -138,31 +134,21 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
     if ":" not in name:
         raise ValueError(
             f"grader={name!r} is none of {', '.join(GRADERS)}, and no function: name one as file.py:function or "
-            "package.module:function."
+            f"package.module:function. ({BY_REWARD!r} needs reward_funcs of your own, in a run.)"
         )
     return function_named(name, "grader", folders)
-
-
-def comparable(gold: Any) -> bool:
-    """Whether our graders can compare with `gold`: text, a number, a date."""
-    return isinstance(gold, str | int | float | Decimal | date)
 
 
 def require_references(golds: Iterable[Any], grader: str | Grader, whole: bool = False, instead: str = "") -> None:
     """Raise `ValueError` for the first reference that one of our graders cannot compare with. `instead`: a remedy."""
     if grader not in GRADERS:
         return
+    kind = "numeric" if grader == "numeric" else "exact"  # which is quick, and compares with anything
     for row, gold in enumerate(golds):
-        if not comparable(gold):
-            raise ValueError(
-                f"The reference answer of problem {row} (from 0) is {gold!r}, and grader={grader!r} compares with "
-                f"texts and numbers. Name a grader of your own (file.py:function), which gets it as it is{instead}."
-            )
-        if grader == "numeric":
-            try:
-                is_correct(f"{ANSWER_MARK} 0", gold, "numeric", whole)
-            except ValueError as error:
-                raise ValueError(f"Problem {row} (from 0): {error}") from error
+        try:
+            is_correct(f"{ANSWER_MARK} 0", gold, kind, whole)
+        except ValueError as error:
+            raise ValueError(f"Problem {row} (from 0): {error}{instead}.") from error
 
 
 def in_form(text: str, grader: str | Grader = "auto", whole: bool = False) -> bool:
@@ -182,8 +168,10 @@ def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool 
         return False
     compare = grader_of(grader) if isinstance(grader, str) else grader
     if not isinstance(gold, str) and compare in GRADERS.values():
-        if not comparable(gold):
-            raise ValueError(f"The reference {gold!r} is no text and no number: name a grader of your own.")
+        if not isinstance(gold, int | float | Decimal | date):
+            raise ValueError(
+                f"The reference {gold!r} is no text and no number. Name a grader of your own (file.py:function)"
+            )
         if isinstance(gold, bool):  # `true` in JSON, `True` in Python
             answer, gold = answer.lower(), str(gold).lower()
         gold = str(gold)
@@ -242,11 +230,6 @@ def found(name: str, folders: list[Path]) -> Path | None:
     return next((place for folder in folders if (place := folder / name).exists()), None)
 
 
-def in_words(folders: Sequence[Path]) -> str:
-    """Where something was looked for, each place once."""
-    return ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
-
-
 def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
     """The function or class of that name; a file is looked for in `folders`, by default in the working directory.
 
@@ -254,40 +237,25 @@ def function_named(name: str, option: str, folders: list[Path] | None = None) ->
         `ValueError`: there is none; `option` is the option that names it.
     """
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not place:
-        raise ValueError(f"{option}={name!r} is no function. {_HOW}")
-    folders = folders or [Path()]
     try:
-        module = _of_file(place, folders) if place.endswith(".py") else _of_module(place, folders)
+        module = (_of_file if place.endswith(".py") else _of_module)(place or "builtins", folders or [Path()])
     except (ImportError, OSError) as error:
         raise ValueError(f"{option}={name!r} cannot be found: {error}. {_HOW}") from error
-    if not hasattr(module, attribute):
-        public = {each: value for each, value in vars(module).items() if callable(value) and not each.startswith("_")}
-        there = [each for each, value in public.items() if getattr(value, "__module__", "") == module.__name__]
-        there_is = ", ".join(there[:20]) or "no function"
-        raise ValueError(f"{option}={name!r} cannot be found: {place} has no {attribute!r}, but {there_is}. {_HOW}")
-    value = getattr(module, attribute)
-    if not callable(value):
-        raise ValueError(f"{option}={name!r} is {value!r}, no function of that kind. {_HOW}")
+    if not callable(value := getattr(module, attribute, None)):
+        raise ValueError(f"{option}={name!r}: {place or 'Python'} has no function {attribute!r}. {_HOW}")
     return value
 
 
 def _of_module(place: str, folders: list[Path]) -> ModuleType:
     """An installed module, or where there is none of that name a file of it in one of `folders`."""
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        file = f"{place.replace('.', '/')}.py"
-        if error.name != place.split(".")[0] or found(file, folders) is None:
-            raise
+    file = f"{place.replace('.', '/')}.py"
+    if importlib.util.find_spec(place.split(".")[0]) is None and found(file, folders) is not None:
         return _of_file(file, folders)
+    return importlib.import_module(place)
 
 
 def _of_file(place: str, folders: list[Path]) -> ModuleType:
-    file = found(place, folders)
-    if file is None:
-        raise FileNotFoundError(f"there is no {place} in {in_words(folders)}")
-    file = file.resolve()
+    file = (found(place, folders) or Path(place)).resolve()
     name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
     if name in sys.modules:
         return sys.modules[name]
@@ -298,13 +266,12 @@ def _of_file(place: str, folders: list[Path]) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    beside = str(file.parent)
-    sys.path.insert(0, beside)  # what a script that is run sees: the modules beside it
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.remove(beside)
+    sys.path.insert(0, beside := str(file.parent))  # what a script that is run sees: the modules beside it
+    with ExitStack() as failed:
+        failed.callback(sys.modules.pop, name)
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path.remove(beside)
+        failed.pop_all()
     return module

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from ..run.exits import last_whole, told_of_interrupts
 from ..run.folder import step_of
 from ..support.secrets import redacted_words
 from .data import first
-from .evaluation import Accuracy, HeldOutAccuracy, held_out_verdicts, measured_by, paired_difference
+from .evaluation import Accuracy, HeldOutAccuracy, Measurement, paired_difference
 from .grading import completion_text, in_form
 from .task import Task
 
@@ -56,18 +55,15 @@ class _Calls(TrainerCallback):
         setattr(self, event, lambda *args, **kwargs: function())
 
 
-def _warn_of_form(trainer: Any, task: Task) -> None:
-    """Warn after the first step if none of its completions states an answer in the grader's form."""
-    if trainer.state.global_step != 1 or not trainer.accelerator.is_main_process:
-        return
-    texts, whole = [completion_text(each) for each in trainer._logs["completion"]], task.answer_format == "whole"
+def _warn_of_form(texts: list[str], task: Task) -> None:
+    """Warn if none of the first completions states an answer in the grader's form."""
+    whole = task.answer_format == "whole"
     if not any(in_form(text, task.grader, whole) for text in texts):
-        form = "as all of its text" if whole else "after #### or in \\boxed{}"
         logger.warning(
             "None of the %d completions of the first rollout states an answer %s, which grader=%r reads: all count as "
             "wrong. Ask for it in system_prompt, or change answer_format.",
             len(texts),
-            form,
+            "as all of its text" if whole else "after #### or in \\boxed{}",
             task.grader,
         )
 
@@ -87,34 +83,27 @@ def train_and_measure(
     Returns:
         what `results.json` says, on the main process; empty on the others.
     """
-    args, tell = trainer.args, trainer.accelerator.print
-    test = first(trainer.eval_dataset, eval_problems)
+    args, accelerator = trainer.args, trainer.accelerator
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(CompactProgress(trainer.reward_func_names[0]))
+    measurement = Measurement(trainer, task, first(trainer.eval_dataset, eval_problems), eval_batch_size)
+    trainer.add_callback(HeldOutAccuracy(measurement))
 
-    def held_out() -> list[bool]:
-        return held_out_verdicts(trainer, task, test, eval_batch_size)
+    def check_form() -> None:
+        if trainer.state.global_step == 1 and accelerator.is_main_process:
+            _warn_of_form([completion_text(each) for each in trainer._logs["completion"]], task)
 
-    trainer.add_callback(HeldOutAccuracy(trainer, test, measure=held_out))
-    if task.graded(test):
-        trainer.add_callback(_Calls("on_step_end", lambda: _warn_of_form(trainer, task)))
-    main_process = trainer.accelerator.is_main_process
+    if measurement.graded:
+        trainer.add_callback(_Calls("on_step_end", check_form))
     announce(trainer)
-    how = "greedy" if task.graded(test) else f"sampled at temperature {trainer.temperature:g}"
-
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
-    way = measured_by(trainer, task, test)
-    before = (read_before(args.output_dir, test, way) if resume else None) or []
-    if before:
-        tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
-    else:
-        _measure_before(trainer, test, before, held_out, how, way, resume)
-
+    run = _Run(measurement)
+    run.measure_before(resume)
     begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
     try:
         trainer.train(resume_from_checkpoint=resume)
     except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
-        tell(error)
+        accelerator.print(error)
     trainer.save_model(push=False)
     named = " without --resume_from_checkpoint" if args.resume_from_checkpoint else ""
     with told_of_interrupts(
@@ -123,97 +112,93 @@ def train_and_measure(
             f"command{named} measures it, and trains no more."
         )
     ):
-        after = held_out()
+        after = measurement.verdicts()
     results: RunResults = {}
-    if main_process:
+    if accelerator.is_main_process:
         trained = trainer.state.global_step > begun
         seconds = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
-        results = _report(trainer, task, before, after, how, way, seconds[-1] if trained else None)
+        results = run.report(after, seconds[-1] if trained else None)
     if args.push_to_hub:  # last: whatever the network does, the results are written
         trainer.push_to_hub(dataset_name=task.hub_dataset)
     return results
 
 
-def _measure_before(
-    trainer: Any,
-    test: Dataset,
-    before: list[bool],
-    held_out: Callable,
-    how: str,
-    way: dict[str, Any],
-    resume: str | None,
-) -> None:
-    """Fill `before` and write it down: now, or under FSDP and DeepSpeed as the training begins."""
-    in_training, output_dir = placed_in_training(trainer.accelerator), trainer.args.output_dir
-    if in_training and resume:
-        raise ValueError(
-            f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only measure "
-            "as training begins. Put the file back, resume without either, or start in another output_dir."
+class _Run:
+    """What is measured before and after a training, and what comes of it."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self.measurement, self.trainer, self.task = measurement, measurement.trainer, measurement.task
+        self.way = measurement.measured_by()
+        self.how = "greedy" if measurement.graded else f"sampled at temperature {self.trainer.temperature:g}"
+        self.before: list[bool] = []
+
+    def measure_before(self, resume: str | None) -> None:
+        """Take it from the file of a run that is resumed, or measure: now, or under FSDP as the training begins."""
+        output_dir, problems = self.trainer.args.output_dir, self.measurement.dataset
+        in_training = placed_in_training(self.trainer.accelerator)
+        self.before = (read_before(output_dir, problems, self.way) if resume else None) or []
+        if in_training and resume and not self.before:
+            raise ValueError(
+                f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only measure "
+                "as training begins. Put the file back, resume without either, or start in another output_dir."
+            )
+        continued = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
+
+        def measure() -> None:
+            if not self.before:
+                with told_of_interrupts(lambda: f"The accuracy before training was being measured.{continued}"):
+                    self.before = self.measurement.verdicts()
+                if self.trainer.accelerator.is_main_process:
+                    write_before(output_dir, self.before, problems, self.way)
+            before = Accuracy(sum(self.before), len(self.before))
+            self.trainer.accelerator.print(f"Held-out accuracy before training, {self.how}: {before}")
+
+        if in_training and not self.before:
+            self.trainer.add_callback(_Calls("on_train_begin", measure))
+        else:
+            measure()
+
+    def report(self, verdicts: list[bool], seconds: float | None) -> RunResults:
+        """Write results.json of the run that was saved, and say what came out and what to do with it."""
+        trainer, args, output_dir = self.trainer, self.trainer.args, Path(self.trainer.args.output_dir)
+        settings = recorded_settings(output_dir)  # of what was trained, which is what the figures are about
+        before, after = Accuracy(sum(self.before), len(self.before)), Accuracy(sum(verdicts), len(verdicts))
+        difference, low, high = paired_difference(self.before, verdicts)
+        results: RunResults = {
+            "before": before.as_dict(),
+            "after": after.as_dict(),
+            "difference": {"value": difference, "interval95": [low, high]},
+            "train_seconds": seconds,
+            "steps": trainer.state.global_step,
+            "seed": args.seed,
+            "task": self.task.label,
+            "dataset": self.task.hub_dataset,
+            "split": self.task.held_out_split,
+            "decoding": f"{self.how}, noise off",
+            "measured_by": self.way,
+            "arm": cast(Arm, {name: settings.get(name) for name in Arm.__annotations__}),
+            "settings": settings,
+            "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
+            "device": hardware(args),
+            "versions": versions(),
+            "command": " ".join(["accelerate launch", *redacted_words(sys.argv)]),
+            "log_history": trainer.state.log_history,
+        }
+        if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now
+            earlier = json.loads((output_dir / RESULTS_NAME).read_text())
+            results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
+        seal.write_json_atomically(output_dir / RESULTS_NAME, results)
+        saved = "model" if args.base_format == "full" else "adapter"
+        print(
+            f"Held-out accuracy, {self.how}: before {before}\n"
+            f"                            after {after}\n"
+            f"                       difference {100 * difference:+.1f} points "
+            f"[{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
+            f"Results: {output_dir / 'results.json'}\n"
+            f"The {saved} is in {output_dir}. Publish it, privately:\n"
+            f"    {_publishing(saved, output_dir, trainer.model.config._name_or_path, args.base_format)}"
         )
-    continued = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
-
-    def measure() -> None:
-        if not before:  # a second training of this trainer has it
-            with told_of_interrupts(lambda: f"The accuracy before training was being measured.{continued}"):
-                before.extend(held_out())
-            if trainer.accelerator.is_main_process:
-                write_before(output_dir, before, test, way)
-        trainer.accelerator.print(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
-
-    if in_training:
-        trainer.add_callback(_Calls("on_train_begin", measure))
-    else:
-        measure()
-
-
-def _report(
-    trainer: Any,
-    task: Task,
-    before: list[bool],
-    after: list[bool],
-    how: str,
-    way: dict[str, Any],
-    seconds: float | None,
-) -> RunResults:
-    """Write results.json of the run that was saved, and say what came out and what to do with it."""
-    args, output_dir = trainer.args, Path(trainer.args.output_dir)
-    settings = recorded_settings(output_dir)  # of what was trained, which is what the figures are about
-    difference, low, high = paired_difference(before, after)
-    results: RunResults = {
-        "before": Accuracy(sum(before), len(before)).as_dict(),
-        "after": Accuracy(sum(after), len(after)).as_dict(),
-        "difference": {"value": difference, "interval95": [low, high]},
-        "train_seconds": seconds,
-        "steps": trainer.state.global_step,
-        "seed": args.seed,
-        "task": task.label,
-        "dataset": task.hub_dataset,
-        "split": task.held_out_split,
-        "decoding": f"{how}, noise off",
-        "measured_by": way,
-        "arm": cast(Arm, {name: settings.get(name) for name in Arm.__annotations__}),
-        "settings": settings,
-        "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
-        "device": hardware(args),
-        "versions": versions(),
-        "command": " ".join(["accelerate launch", *redacted_words(sys.argv)]),
-        "log_history": trainer.state.log_history,
-    }
-    if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now
-        earlier = json.loads((output_dir / RESULTS_NAME).read_text())
-        results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
-    seal.write_json_atomically(output_dir / RESULTS_NAME, results)
-    saved = "model" if args.base_format == "full" else "adapter"
-    print(
-        f"Held-out accuracy, {how}: before {Accuracy(sum(before), len(before))}\n"
-        f"                            after {Accuracy(sum(after), len(after))}\n"
-        f"                       difference {100 * difference:+.1f} points "
-        f"[{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
-        f"Results: {output_dir / 'results.json'}\n"
-        f"The {saved} is in {output_dir}. Publish it, privately:\n"
-        f"    {_publishing(saved, output_dir, trainer.model.config._name_or_path, args.base_format)}"
-    )
-    return results
+        return results
 
 
 def _publishing(saved: str, output_dir: Path, base: str, base_format: str) -> str:
@@ -228,23 +213,17 @@ def _publishing(saved: str, output_dir: Path, base: str, base_format: str) -> st
     return f"qerl-trl merge {output_dir} {made} --as base\n    qerl-trl push base {made} <user>/<base>\n    {publish}"
 
 
-# --- what was measured before training, and results.json --------------------
+# --- what was measured before training --------------------
 
 
-def write_before(
-    output_dir: str | os.PathLike, verdicts: list[bool], problems: Dataset, measured_by: Mapping[str, Any]
-) -> None:
-    """Keep which of `problems` were solved before training, and how that was measured ([`evaluation.measured_by`])."""
+def write_before(output_dir: str, verdicts: list[bool], problems: Dataset, way: Mapping[str, Any]) -> None:
+    """Keep which of `problems` were solved before training, and in which `way` that was measured."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    content = {
-        "correct": verdicts,
-        "problems_sha256": dataset_sha256(problems),
-        "measured_by": dict(measured_by),
-    }
+    content = {"correct": verdicts, "problems_sha256": dataset_sha256(problems), "measured_by": dict(way)}
     seal.write_json_atomically(Path(output_dir, BEFORE_NAME), content)
 
 
-def read_before(output_dir: str | os.PathLike, problems: Dataset, measured_by: Mapping[str, Any]) -> list[bool] | None:
+def read_before(output_dir: str, problems: Dataset, way: Mapping[str, Any]) -> list[bool] | None:
     """Which of `problems` were solved before the run in `output_dir` trained; `None` where it was not measured.
 
     Raises:
@@ -254,26 +233,21 @@ def read_before(output_dir: str | os.PathLike, problems: Dataset, measured_by: M
     if not file.is_file():
         return None
     content = json.loads(file.read_text())
-    then, now = len(content["correct"]), len(problems)
-    digest = dataset_sha256(problems)
-    if then != now or content["problems_sha256"] != digest:
-        which = f"{then} problems then, {now} now" if then != now else f"{now} problems both times, but others"
-        raise ValueError(
-            f"The accuracy before training in {file} was measured on other held-out problems ({which}), so the "
-            "accuracy after it could not be compared with it. Go on with the same problems "
-            f"(--eval_problems {then}, the same data and system prompt), or choose another output_dir."
-        )
+    then = len(content["correct"])
     lines = []
+    if then != len(problems):
+        lines = [f"{then} problems then, {len(problems)} now: --eval_problems {then}"]
+    elif content["problems_sha256"] != dataset_sha256(problems):
+        lines = [f"{then} problems both times, but others"]
     for name, was in content["measured_by"].items():
-        is_now = json.loads(json.dumps(measured_by.get(name)))
-        unread = name.endswith("_sha256") and name in measured_by and None in (was, is_now)  # typed in a prompt
+        is_now = json.loads(json.dumps(way.get(name)))
+        unread = name.endswith("_sha256") and name in way and None in (was, is_now)  # typed in a prompt
         if was != is_now and not unread:
             lines.append(f"{name}: {_shown(was)} then, {_shown(is_now)} now")
     if lines:
         raise ValueError(
-            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}), so the accuracy "
-            "after it could not be compared with it. Go on with the same grader (or first reward) and the same limits "
-            "and prompts, or choose another output_dir."
+            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}) than the one after "
+            "it would be. Go on with the same problems, grader and limits, or choose another output_dir."
         )
     return content["correct"]
 

@@ -28,6 +28,7 @@ from ..checkpoint.settings import run_settings
 from ..checks.rewards import check_steps
 from ..config import QeRLConfig
 from ..model.lora import settle_model_config
+from ..publish.load import require_adapter
 from ..run.folder import clear
 from ..support.files import check_name, named_in_errors
 from ..support.recipes import OPTIONS, config_file, contents, examples_folder, parser_of, task_file
@@ -98,11 +99,6 @@ class Script:
                 "recipe with --config."
             )
         check_places(vars(said) | vars(model_args))
-        if said.eval_problems is not None and said.eval_problems < 1:
-            raise ValueError(
-                f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one "
-                "held-out problem. Leave it out for all."
-            )
         chosen = _task_of(task, said, words, recipe, file, by_user)
         named = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         settle_model_config(model_args, {*recipe, *named}, args.base_format)
@@ -117,8 +113,8 @@ class Script:
         folder = next((place for place in (Path(model), examples_folder().parent / model) if place.is_dir()), None)
         if folder is not None:  # from any working directory, also when the run is merged or measured later
             model = str(folder.resolve())
-            if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-                raise ValueError(f"{model} is no folder of a model: it has no config.json. Name another, or a Hub id.")
+            if not (folder / "config.json").is_file():
+                require_adapter(folder.resolve())
         check_name(model)
         given = args.model_init_kwargs or {}
         assert isinstance(given, dict), "parsed by the configuration"
@@ -163,8 +159,6 @@ def _task_of(
 ) -> Task:
     """The task of the command line, else the script's `own`, else the recipe's, with the fields given for it."""
     on_command_line = _value(words, "task")
-    if on_command_line == "":
-        raise ValueError("--task is empty: name a task's file or a shipped task, or leave it out.")
     fields = {name: getattr(said, name) for name in PARSED}
     if own is not None or on_command_line is not None:  # the recipe's are of its own task
         fields = {name: value for name, value in fields.items() if _value(words, name) is not None}
@@ -177,7 +171,7 @@ def _task_of(
                 ", ".join(f"{name}: {recipe[name]}" for name in left),
             )
         return own.with_said(fields)
-    named = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
+    named = said.task if said.task is not None else (None if fields["dataset_name"] else DEFAULT_TASK)
     if named is None:
         return Task(folders=_folders()).with_said(fields)
     of_recipe = None if said.task is None or on_command_line is not None else Path(file or "")
@@ -187,11 +181,6 @@ def _task_of(
 def check_recipe(file: Path) -> None:
     """Raise `ValueError` if a recipe has a field that is no option of a run, or names a task that is missing."""
     values = contents(file)
-    if not isinstance(values.get("env", {}), dict):
-        raise ValueError(
-            f"{file}: env is {values['env']!r}. Write names and values of the environment, such as "
-            "env: {OMP_NUM_THREADS: 1}."
-        )
     if values.get("task") is not None:
         task_file(str(values["task"]), file)
     _check_known([f"--{name}" for name in values if name not in {"env", *_NAMES}])  # TRL's parser takes `env` away

@@ -34,7 +34,6 @@ from .grading import (
     found,
     function_named,
     grader_of,
-    in_words,
     is_correct,
     require_references,
 )
@@ -109,8 +108,6 @@ class Task:
                 f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer "
                 "stands after a mark in the text, 'whole' where it is the text."
             )
-        if self.tools and self.environment_factory:
-            raise ValueError("tools and environment_factory are both given. Make the tools methods of the environment.")
 
     @classmethod
     def read(cls, file: str | Path, folders: list[Path] | None = None) -> "Task":
@@ -198,17 +195,11 @@ class Task:
             return correctness(self.grader, self.answer_format == "whole", self.folders)
         if name == "format_reward":
             return format_reward
-        if name in _MADE:
-            return getattr(trl_rewards, name)(**_MADE[name])
         if name in _THEIRS:
-            return getattr(trl_rewards, name)
+            theirs = getattr(trl_rewards, name)
+            return theirs(**_MADE[name]) if name in _MADE else theirs
         if ".py:" not in name and ("/" in name or found(name, self.folders)):  # a model, on the Hub or in a folder
             return str(found(name, self.folders) or name)
-        if ":" not in name and "." not in name:
-            raise ValueError(
-                f"reward_funcs: {name!r} is none of {', '.join([*_OURS, *_THEIRS])}. A function of yours is "
-                "file.py:function or package.module:function, a reward model user/name or a folder."
-            )
         return function_named(name, "reward_funcs", self.folders)
 
     def weights(self) -> list[float] | None:
@@ -236,12 +227,7 @@ class Task:
             `ValueError`: there is no template, or the tokenizer knows no words, as of a folder without one.
         """
         if self.chat_template_path is not None:
-            file = found(self.chat_template_path, self.folders)
-            if file is None:
-                raise ValueError(
-                    f"chat_template_path={self.chat_template_path!r} is no file in {in_words(self.folders)}. "
-                    "Pass the path of a Jinja file, or leave it out for the tokenizer's own template."
-                )
+            file = found(self.chat_template_path, self.folders) or Path(self.chat_template_path)
             tokenizer.chat_template = file.read_text().rstrip("\n")
         if tokenizer.chat_template is None:
             raise ValueError(
