@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qerl_trl.cli import main as cli
-from qerl_trl.support import errors
+from qerl_trl.cli import main as errors
 from qerl_trl.support.recipes import contents
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,6 @@ from qerl_trl.cli import train as options
 from qerl_trl.publish import export, hub
 from qerl_trl.publish.export import logits_of
 from qerl_trl.publish.load import TrainedPolicy, load_policy
-from qerl_trl.support import errors
 from qerl_trl.tasks import evaluation
 from tests.publish.test_export import IDS, make_policy
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
@@ -39,7 +38,7 @@ def call(*arguments):
     error = outcome.exception
     if error is None or isinstance(error, SystemExit):
         return outcome.exit_code, outcome.stdout, outcome.stderr
-    code = errors.exit_code(error)
+    code = cli.exit_code(error)
     if code is None:
         raise error
     return code, outcome.stdout, outcome.stderr + str(error)
@@ -147,7 +146,7 @@ def test_quantize_imports_no_bitsandbytes(tiny_model_dir, tmp_path):
 
 def test_the_token_is_cut_out_of_any_error(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_Hidden123")
-    errors.tell("server said hf_Hidden123")
+    cli.tell("server said hf_Hidden123")
     assert capsys.readouterr().err == "qerl-trl: server said <secret>\n"
 
 

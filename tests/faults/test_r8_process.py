@@ -16,12 +16,12 @@ import torch
 from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
+from qerl_trl.cli import main as errors
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
 from qerl_trl.memory.of_trainer import OutOfMemory
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
 from qerl_trl.rollout.engine import RolloutError
-from qerl_trl.support import errors
 from tests.ranks import on_ranks
 from tests.shapes import SEVEN_B
 

@@ -17,8 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
 from ..checkpoint.seal import write_json_atomically
-from ..checkpoint.settings import text_tokenizer
-from ..support.names import unwrap
+from ..support.names import text_tokenizer, unwrap
 
 logger = logging.get_logger(__name__)
 

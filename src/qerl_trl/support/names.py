@@ -129,3 +129,8 @@ def is_part(parameter: torch.Tensor) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     return any(map(is_part, model.parameters()))
+
+
+def text_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer itself, or a processor's."""
+    return getattr(processing_class, "tokenizer", processing_class)
