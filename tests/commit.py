@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from examples.benchmarks import about
+from benchmarks import about
 
 ROOT = Path(__file__).resolve().parents[1]
 #: what decides a table; the tables themselves, the pages and what runs beside them do not

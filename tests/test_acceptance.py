@@ -14,7 +14,7 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.shapes import NEWER
 from tests.test_configs import CONFIGS, MODELS
 
-sys.path.insert(0, str(CONFIGS.parent / "benchmarks"))
+sys.path.insert(0, str(CONFIGS.parents[1] / "benchmarks"))
 import acceptance
 import random_checkpoint
 

@@ -100,13 +100,13 @@ def test_every_config_parses_and_keeps_the_papers_values(path):
 
 
 def test_tables_come_from_the_committed_measurements():
-    script = ROOT / "examples" / "benchmarks" / "readme_tables.py"
+    script = ROOT / "benchmarks" / "readme_tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_demos_seeds_are_collected_from_their_runs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import demo_seeds
 
     committed = json.loads(demo_seeds.RESULT.read_text())
@@ -131,7 +131,7 @@ def test_the_demos_seeds_are_collected_from_their_runs(tmp_path, monkeypatch):
     ],
 )
 def test_the_real_demo_says_what_of_its_gain_repairs_the_rounding(bf16, before, after, parts, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import demo_real
 
     names = ("untrained_bf16", "untrained_nvfp4", "trained_nvfp4")
@@ -143,7 +143,7 @@ def test_the_real_demo_says_what_of_its_gain_repairs_the_rounding(bf16, before, 
 
 
 def test_faults_that_run_again_say_of_which_code_they_are(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import faults_gpu
 
     former = {

@@ -1,4 +1,4 @@
-"""examples/benchmarks/rollout_*.py: the models' shapes, whose turn it is, and what a file of several runs says; engines need a GPU to be measured."""
+"""benchmarks/rollout_*.py: the models' shapes, whose turn it is, and what a file of several runs says; engines need a GPU to be measured."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ from qerl_nvfp4.tune import MODELS
 from qerl_trl.memory.formulas import shape_of
 from qerl_trl.nvfp4.linear import NVFP4Linear
 
-BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COMMITTED = BENCHMARKS / "results/rollout_speed_h200.json"
 
 

@@ -83,8 +83,8 @@ def test_what_is_asked_of_the_tool_is_held_out():
 
 
 def test_the_documentation_shows_what_was_measured():
-    table = of("benchmarks/examples_learning", "table")
-    measured = json.loads((EXAMPLES / "benchmarks" / "results" / "examples_cpu.json").read_text())
+    table = of("../benchmarks/examples_learning", "table")
+    measured = json.loads((EXAMPLES.parent / "benchmarks" / "results" / "examples_cpu.json").read_text())
     assert table(measured) in (EXAMPLES / "assets" / "README.md").read_text()
     assert tuple(measured["runs"]) == NAMES
     for run in measured["runs"].values():
@@ -92,7 +92,7 @@ def test_the_documentation_shows_what_was_measured():
 
 
 def test_one_example_measured_again_leaves_what_is_known_of_the_others(tmp_path, monkeypatch):
-    main = of("benchmarks/examples_learning", "main")
+    main = of("../benchmarks/examples_learning", "main")
     known = {"runs": {"letters": {"steps": 60, "commit": "then"}, "tool_call": {"steps": 16, "commit": "then"}}}
     (tmp_path / "measured.json").write_text(json.dumps(known))
     (tmp_path / "tool_call").mkdir()

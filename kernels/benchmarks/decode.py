@@ -19,7 +19,7 @@ from pages import placed
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-ROLLOUT = HERE.parents[1] / "examples" / "benchmarks" / "results" / "rollout_speed_h200.json"
+ROLLOUT = HERE.parents[1] / "benchmarks" / "results" / "rollout_speed_h200.json"
 PAGE = HERE.parent / "HOW_IT_WORKS.md"
 BEGIN, END = "<!-- decode: written by benchmarks/decode.py -->\n", "<!-- end of decode -->\n"
 PREFETCH = "<!-- prefetch: written by benchmarks/decode.py -->\n", "<!-- end of prefetch -->\n"

@@ -533,7 +533,7 @@ def test_layers_of_what_does_not_work_are_not_timed(every_size, monkeypatch):
 
 def test_the_share_of_the_floor_is_compares_and_says_what_is_missed(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(ROOT.parent / "examples" / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT.parent / "benchmarks")
     import compare
     import kernel_tables
 
@@ -552,7 +552,7 @@ def test_the_share_of_the_floor_is_compares_and_says_what_is_missed(monkeypatch)
 def test_a_result_says_which_humming_kernels_were_timed_and_the_table_reads_it(monkeypatch, tmp_path):
     """The table had the version typed into it, whatever was timed."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(ROOT.parent / "examples" / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT.parent / "benchmarks")
     import compare
     import kernel_tables
 

@@ -18,7 +18,7 @@ from qerl_trl.update.batches import LongestPass, TokenBudget, _sequences, _size
 from tests.shapes import SEVEN_B
 from tests.update.test_packing import make  # noqa: F401
 
-BENCHMARKS = Path(__file__).parents[2] / "examples/benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: `before`: of code without it
 BEFORE = json.loads((BENCHMARKS / "results/step_h200.json").read_text())["before"]
 MEASURED = next(row for row in BEFORE if row["name"] == "ours-7b-ragged")

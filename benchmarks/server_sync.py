@@ -1,9 +1,9 @@
 """A rollout server on a GPU of its own: how long a step and its sync take, through shared memory and over the network.
 
-    CUDA_VISIBLE_DEVICES=0,1 python examples/benchmarks/server_sync.py --out results/server_h200x2.json       # 7B, two GPUs, about 3 minutes
-    CUDA_VISIBLE_DEVICES=0,0 python examples/benchmarks/server_sync.py --out results/server_h200.json         # both on one GPU
-    python examples/benchmarks/server_sync.py --out /tmp/server.json --shape tiny --device cpu                # does it run at all
-    python examples/benchmarks/server_sync.py --out results/server_cpu.json --shape small --rank 464 --device cpu  # as many bytes as 7B, rank 32
+    CUDA_VISIBLE_DEVICES=0,1 python benchmarks/server_sync.py --out results/server_h200x2.json       # 7B, two GPUs, about 3 minutes
+    CUDA_VISIBLE_DEVICES=0,0 python benchmarks/server_sync.py --out results/server_h200.json         # both on one GPU
+    python benchmarks/server_sync.py --out /tmp/server.json --shape tiny --device cpu                # does it run at all
+    python benchmarks/server_sync.py --out results/server_cpu.json --shape small --rank 464 --device cpu  # as many bytes as 7B, rank 32
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
 syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,

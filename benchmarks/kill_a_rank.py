@@ -1,6 +1,6 @@
 """SIGKILL one of two processes of a training at random moments: do all end, with the cause, and does the same command go on bit for bit?
 
-    python examples/benchmarks/kill_a_rank.py --output examples/benchmarks/results/kill_a_rank_cpu.json     # the embedded default, on a CPU
+    python benchmarks/kill_a_rank.py --output benchmarks/results/kill_a_rank_cpu.json     # the embedded default, on a CPU
 
 One run is started again and again with the same command, and a random process of it is killed at a random moment; at last it may end, and its
 adapter is compared, byte for byte, with that of a twin whom nobody disturbed. Two ways of starting take turns: torchrun, whose agent also ends
@@ -28,7 +28,7 @@ from typing import Any
 
 import about
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
     "max_steps": 72, "save_steps": 1, "per_device_train_batch_size": 16, "max_completion_length": 24, "eval_problems": 8,
     "aqn_num_stages": 4, "lora_r": 4, "use_cpu": "true",

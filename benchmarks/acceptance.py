@@ -40,7 +40,7 @@ from watched import RUNNING, watched
 
 from qerl_trl.tasks.arms import ARMS as OPTIONS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(ROOT))
 

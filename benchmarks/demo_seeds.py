@@ -1,7 +1,7 @@
 """`make demo`, and the same run with further seeds: what the README says of the embedded example.
 
-    python examples/benchmarks/demo_seeds.py run --seeds 43 44                       # after `make install`; about ten minutes on two cores
-    python examples/benchmarks/demo_seeds.py collect runs/embedded runs/embedded-43  # of runs that are there
+    python benchmarks/demo_seeds.py run --seeds 43 44                       # after `make install`; about ten minutes on two cores
+    python benchmarks/demo_seeds.py collect runs/embedded runs/embedded-43  # of runs that are there
 
 The seed decides the adapter's initial values, the order of problems, sampling and noise; the pretrained model is the same. A folder that holds
 a finished run is measured again and not trained again: remove it first.
@@ -13,7 +13,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).resolve().parent / "results" / "demo.json"
 DEMO = ROOT / "runs" / "embedded"  # output_dir of examples/configs/embedded.yaml
 CONFIG = "examples/configs/embedded.yaml"

@@ -29,10 +29,10 @@ from qerl_trl.nvfp4.checkpoints import Selection, TensorSpec, compressed_tensors
 from qerl_trl.publish import write
 from qerl_trl.rollout.spec import linear_layers, short_names
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests import shapes
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets" / "tiny-qwen2"
+ASSETS = Path(__file__).resolve().parents[1] / "examples" / "assets" / "tiny-qwen2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 STOP_EVERY = 32
 

@@ -1,7 +1,7 @@
 """Every layout of processes and engines, through the shipped script and a shipped recipe, on a CPU: does it train, and go on after SIGKILL to the same bits?
 
-    python examples/benchmarks/layouts.py --output examples/benchmarks/results/layouts_cpu.json       # about 10 minutes on two cores
-    python examples/benchmarks/layouts.py --only fsdp2 server-fsdp2 --output /tmp/layouts.json
+    python benchmarks/layouts.py --output benchmarks/results/layouts_cpu.json       # about 10 minutes on two cores
+    python benchmarks/layouts.py --only fsdp2 server-fsdp2 --output /tmp/layouts.json
 
 Each row is `examples/grpo_gsm8k.py --config qwen2.5-3b` under torchrun, with vLLM, a tiny model of the recipe's class, a few problems (what is replaced is
 `INSTEAD` of tests/test_recipes.py) and the recipe's own optimizer where a CPU has it or FSDP replaces it. accelerate has FSDP for accelerators only; the processes
@@ -26,7 +26,7 @@ from typing import Any
 import about
 from process_groups import end, errors_of, free_ports, said_in
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 RECIPE = "qwen2.5-3b"
 #: layout -> processes, whether FSDP 2 shares the trainer out, whether a server samples, further options

@@ -1,9 +1,9 @@
 """Is the planned peak of GPU memory what a run takes? Whole training steps on random weights in the Qwen2.5 shapes, beside the plan.
 
-    python examples/benchmarks/plan_check.py --output memory_h200.json               # all workloads, at most 6 minutes
-    python examples/benchmarks/plan_check.py --only 7b-4x4096-sleep 32b-2x2048 --output memory_h200.json   # some of them
-    python examples/benchmarks/plan_check.py --plan                                  # only what is planned; needs no GPU
-    python examples/benchmarks/plan_check.py --only tiny tiny-engine --device cpu    # dry run, nothing measured
+    python benchmarks/plan_check.py --output memory_h200.json               # all workloads, at most 6 minutes
+    python benchmarks/plan_check.py --only 7b-4x4096-sleep 32b-2x2048 --output memory_h200.json   # some of them
+    python benchmarks/plan_check.py --plan                                  # only what is planned; needs no GPU
+    python benchmarks/plan_check.py --only tiny tiny-engine --device cpu    # dry run, nothing measured
 
 Each workload is a process of its own with a `QeRLGRPOTrainer`: two optimizer steps, a rollout each. The engine gets its KV cache at the
 planned size, prompts for all its sequences and a few tokens to generate; completions are then filled up to their full length with random

@@ -13,7 +13,7 @@ def command() -> str:
     """The command line of this process; files and folders of this machine by their names alone."""
     script, *words = sys.argv
     names = [Path(word).name if Path(word).is_absolute() else word for word in words]
-    return shlex.join(["python", f"examples/benchmarks/{Path(script).name}", *names])
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *names])
 
 
 def commit(said: str | None = None) -> str | None:

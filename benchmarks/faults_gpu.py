@@ -1,8 +1,8 @@
 """Faults of a rollout and of a process, injected into real training: GRPO on an NVFP4 base in bf16 with vLLM in the process.
 
-    python examples/benchmarks/faults_gpu.py --output examples/benchmarks/results/faults_gpu.json     # 1 or 2 GPUs, under 5 minutes
-    python examples/benchmarks/faults_gpu.py healthy "adapter doubled"                                  # some of them
-    python examples/benchmarks/faults_gpu.py --device cpu --jobs 1                                      # dry run, what a CPU can show
+    python benchmarks/faults_gpu.py --output benchmarks/results/faults_gpu.json     # 1 or 2 GPUs, under 5 minutes
+    python benchmarks/faults_gpu.py healthy "adapter doubled"                                  # some of them
+    python benchmarks/faults_gpu.py --device cpu --jobs 1                                      # dry run, what a CPU can show
 
 Rows of other faults in `--output` stay, each with the commit, the command, the releases and the GPUs of its own run where these are not the
 file's.

@@ -11,22 +11,22 @@ import step_profile
 from rollout_tables import ROLLOUT, ROOT
 
 CONFIGS = ROOT / "examples/configs"
-TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
-PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
-UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
-TORCH_COMPILE = ROOT / "examples/benchmarks/results/update_torch_compile_h200.json"
-UNSLOTH = ROOT / "examples/benchmarks/results/unsloth_h200.json"
-START = ROOT / "examples/benchmarks/results/start_time_h200.json"
-STEP = ROOT / "examples/benchmarks/results/step_h200.json"
-CHECKS = ROOT / "examples/benchmarks/results/checks_h200.json"
-CHECKS_AGAIN = ROOT / "examples/benchmarks/results/checks_again_h200.json"
+TRAINING = ROOT / "benchmarks/results/train_step_h200.json"
+PLAN = ROOT / "benchmarks/results/memory_h200.json"
+UPDATE = ROOT / "benchmarks/results/update_speed_h200.json"
+TORCH_COMPILE = ROOT / "benchmarks/results/update_torch_compile_h200.json"
+UNSLOTH = ROOT / "benchmarks/results/unsloth_h200.json"
+START = ROOT / "benchmarks/results/start_time_h200.json"
+STEP = ROOT / "benchmarks/results/step_h200.json"
+CHECKS = ROOT / "benchmarks/results/checks_h200.json"
+CHECKS_AGAIN = ROOT / "benchmarks/results/checks_again_h200.json"
 #: on a machine whose other GPU had another job, which took host time
-CHECKS_BESIDE = ROOT / "examples/benchmarks/results/checks_beside_h200.json"
+CHECKS_BESIDE = ROOT / "benchmarks/results/checks_beside_h200.json"
 #: with `--pairs`, alone
-CHECKS_PAIRED = ROOT / "examples/benchmarks/results/checks_paired_h200.json"
+CHECKS_PAIRED = ROOT / "benchmarks/results/checks_paired_h200.json"
 #: the same on another card: the first engine on that machine, and the second
-CHECKS_H100 = ROOT / "examples/benchmarks/results/checks_h100.json"
-NEIGHBOURS = ROOT / "examples/benchmarks/results/neighbours_h200.json"
+CHECKS_H100 = ROOT / "benchmarks/results/checks_h100.json"
+NEIGHBOURS = ROOT / "benchmarks/results/neighbours_h200.json"
 
 
 def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import acceptance as acceptance_runs  # noqa: E402
@@ -30,11 +30,11 @@ import speed_tables  # noqa: E402
 from tests.faults import catalog, timed  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
-YOUR_TASK = ROOT / "examples/benchmarks/results/your_task_cpu.json"
-DEMO = ROOT / "examples/benchmarks/results/demo.json"
-FAULTS = ROOT / "examples/benchmarks/results/faults_gpu.json"
+YOUR_TASK = ROOT / "benchmarks/results/your_task_cpu.json"
+DEMO = ROOT / "benchmarks/results/demo.json"
+FAULTS = ROOT / "benchmarks/results/faults_gpu.json"
 #: what started where, by device; a file that is not there yet adds no rows
-ACCEPTANCE = [ROOT / f"examples/benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
+ACCEPTANCE = [ROOT / f"benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
 #: what a run's time was noted at -> what had happened by then
 _SEEN = {"ready_s": "it was ready", "evaluated_s": "the held-out problems were answered", "trained_s": "its steps"}
 ARCHITECTURES = ROOT / "docs/architectures.json"
@@ -160,7 +160,7 @@ def embedded() -> str:
 def small_examples() -> str:
     """What words, a tool call and a game learn on a CPU."""
     record, source = json.loads(examples_learning.RESULTS.read_text()), examples_learning.RESULTS.relative_to(ROOT)
-    return f"{examples_learning.table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
+    return f"{examples_learning.table(record)}\n\n`{record['command'].replace('examples/benchmarks/', 'benchmarks/')}`, [{source.name}]({source})."
 
 
 def _device(record: dict[str, Any]) -> str:
@@ -180,7 +180,7 @@ def your_task() -> str:
         "\n".join(rows)
         + f"\n\nIn all {record['seconds'] / 60:.0f} minutes, of which training {record['steps']} steps took {record['train_seconds']:.0f} s: {record['before']['correct']} of "
         f"{after['total']} held-out words are right before, {after['correct']} after. {_device(record)}; {record['note']}. The Hub was the tests' stand-in on this machine, "
-        f"`git clone` a local copy. Commit {record['commit']}, [{source.name}]({source}), by `examples/benchmarks/your_task.py`."
+        f"`git clone` a local copy. Commit {record['commit']}, [{source.name}]({source}), by `benchmarks/your_task.py`."
     )
 
 
@@ -286,7 +286,7 @@ if __name__ == "__main__":
         if not check:
             page.write_text(new)
         elif new != page.read_text():
-            sys.exit(f"{page.name} differs from the measurements; run python examples/benchmarks/readme_tables.py")
+            sys.exit(f"{page.name} differs from the measurements; run python benchmarks/readme_tables.py")
     if sorted(seen) != sorted(TABLES):
         sys.exit(
             f"Each of {sorted(TABLES)} needs one place, marked by its begin and end comments; found {sorted(seen)}."

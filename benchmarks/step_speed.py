@@ -1,9 +1,9 @@
 """Whole GRPO steps on random weights in the Qwen2.5 shapes: seconds per phase and peak memory, ours as shipped and stock TRL.
 
-    python examples/benchmarks/step_speed.py --output step_h200.json                          # all cases, one GPU each at a time
-    python examples/benchmarks/step_speed.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
-    python examples/benchmarks/step_speed.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
-    python examples/benchmarks/step_speed.py --only ours-tiny stock-tiny --device cpu         # dry run; `--profile`: step_profile.py
+    python benchmarks/step_speed.py --output step_h200.json                          # all cases, one GPU each at a time
+    python benchmarks/step_speed.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
+    python benchmarks/step_speed.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
+    python benchmarks/step_speed.py --only ours-tiny stock-tiny --device cpu         # dry run; `--profile`: step_profile.py
 
 A case is a process of its own: up to `STEPS` optimizer steps, fewer where `ENOUGH` seconds have passed. `ours-*` is a `QeRLGRPOTrainer`
 with its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape in bf16, the

@@ -1,6 +1,6 @@
 """Walk docs/source/your_task.md from an empty folder to a published adapter: its commands as they stand there, in order, each timed.
 
-    python examples/benchmarks/your_task.py --note "2 cores, shared with other jobs"     # writes results/your_task_cpu.json
+    python benchmarks/your_task.py --note "2 cores, shared with other jobs"     # writes results/your_task_cpu.json
 
 Blocks of bash are run in one shell; a block of Python or YAML is saved under the last file name in backticks before it. The Hub is the
 tests' stand-in on 127.0.0.1, and `git clone` takes this checkout. Any command that fails ends the walk.
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.hub_server import TOKEN, StandInHub  # noqa: E402
@@ -127,7 +127,7 @@ def main() -> None:
         results = json.loads((folder / "runs" / "words" / "results.json").read_text())
     server.close()
     record = {
-        "command": "python " + " ".join(["examples/benchmarks/your_task.py", *sys.argv[1:]]),
+        "command": "python " + " ".join(["benchmarks/your_task.py", *sys.argv[1:]]),
         "commit": commit,
         "device": results["device"],
         "note": note,

@@ -1,9 +1,9 @@
 """What the checks cost: seconds of each, per rollout and per start, in real training steps on random weights in the Qwen2.5 shapes.
 
-    python examples/benchmarks/checks_cost.py 7b --output examples/benchmarks/results/checks_h200.json          # one GPU, 2 minutes
-    python examples/benchmarks/checks_cost.py 7b 7b:64 32b --output examples/benchmarks/results/checks_h200.json   # 8, 64 and 8 completions per step
-    python examples/benchmarks/checks_cost.py 7b --pairs 16 --output checks.json                                 # one minute more
-    python examples/benchmarks/checks_cost.py tiny --device cpu                                                 # dry run
+    python benchmarks/checks_cost.py 7b --output benchmarks/results/checks_h200.json          # one GPU, 2 minutes
+    python benchmarks/checks_cost.py 7b 7b:64 32b --output benchmarks/results/checks_h200.json   # 8, 64 and 8 completions per step
+    python benchmarks/checks_cost.py 7b --pairs 16 --output checks.json                                 # one minute more
+    python benchmarks/checks_cost.py tiny --device cpu                                                 # dry run
 
 A `QeRLGRPOTrainer` with vLLM in the process takes `STEPS` steps of 8 (or as many as stand after the colon) x 512 tokens, one rollout each. Every function in `TIMED` waits for
 the device before and after, and what it spends in another one of them is counted there only; so the sum over checks is an upper bound of

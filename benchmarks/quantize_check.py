@@ -1,7 +1,7 @@
 """Is `qerl-trl quantize` as fast as its disk? Random weights, real shapes.
 
-    python examples/benchmarks/quantize_check.py --shape 7b --folder /tmp/check --output quantize_check.json    # about 2 minutes on an H200
-    python examples/benchmarks/quantize_check.py --shape tiny --device cpu --folder /tmp/check                  # dry run
+    python benchmarks/quantize_check.py --shape 7b --folder /tmp/check --output quantize_check.json    # about 2 minutes on an H200
+    python benchmarks/quantize_check.py --shape tiny --device cpu --folder /tmp/check                  # dry run
 
 Every row is a process of its own, which reads the whole source once before its clock starts: all of them find it in the page cache, as
 far as that holds it.

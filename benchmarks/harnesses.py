@@ -1,6 +1,6 @@
 """Evaluate what this package writes with other people's harnesses, by the commands of [`harness_commands`].
 
-    python examples/benchmarks/harnesses.py --lm-eval VENV/bin/python --lighteval OTHER/bin/python    # writes results/harnesses_cpu.json
+    python benchmarks/harnesses.py --lm-eval VENV/bin/python --lighteval OTHER/bin/python    # writes results/harnesses_cpu.json
 
 Each harness is in an environment of its own (the extras `eval` and `lighteval`). The embedded model is trained for a few steps; its NVFP4 base
 and its merge are then evaluated on the embedded example's held-out problems, which stand in for GSM8K's: same columns, and nothing is
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src")]
 
 
@@ -176,7 +176,7 @@ def main() -> None:
             for harness, python in pythons.items()
         ]
     record = {
-        "command": "python examples/benchmarks/harnesses.py --lm-eval PYTHON --lighteval PYTHON",
+        "command": "python benchmarks/harnesses.py --lm-eval PYTHON --lighteval PYTHON",
         "commit": commit,
         "problems": options.limit,
         "steps of training": trained,

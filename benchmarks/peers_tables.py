@@ -7,7 +7,7 @@ from typing import Any
 from tests import window as window_of_versions
 from tests.peers.run import ASKED_OF_THE_ADAPTER
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TUNERS = ROOT / "docs/peft.json"
 PEERS = ROOT / "docs/peers.json"
 NOTEBOOKS = ROOT / "docs/notebooks.json"

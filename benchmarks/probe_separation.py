@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Does the check at start (`qerl_trl.rollout.probe`) tell right engines from wrong ones? One engine per command, probed many times.
 
-    python examples/benchmarks/probe_separation.py MODEL --arm nvfp4 --noise --seed 1 --out FILE      # one engine
-    python examples/benchmarks/probe_separation.py --unquantized MODEL --out FILE                     # an engine with other weights
-    python examples/benchmarks/probe_separation.py --table FILE ...                                   # join records, print the table
+    python benchmarks/probe_separation.py MODEL --arm nvfp4 --noise --seed 1 --out FILE      # one engine
+    python benchmarks/probe_separation.py --unquantized MODEL --out FILE                     # an engine with other weights
+    python benchmarks/probe_separation.py --table FILE ...                                   # join records, print the table
 
 An engine is probed before training and after some updates, on other prompts of the data each time: as it is (healthy), and with a fault put
 into its adapter or its noise. The records hold what was measured; `table` judges them anew.
@@ -239,7 +239,7 @@ def markdown() -> str:
     return (
         "\n".join(lines)
         + f"\n\nEngines in bf16 of {models} on {devices}, NVFP4 and bf16, before training and after some updates, on other prompts "
-        f"each time (`examples/benchmarks/probe_separation.py`); {cut} of {len(engines)} engines were cut off before they had all of their probes. Margin: 2 means half of the limit for a healthy engine, twice the limit for a faulty one."
+        f"each time (`benchmarks/probe_separation.py`); {cut} of {len(engines)} engines were cut off before they had all of their probes. Margin: 2 means half of the limit for a healthy engine, twice the limit for a faulty one."
     )
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import rollout_plan
 import rollout_results
 
-ROOT = Path(__file__).resolve().parents[2]
-ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
+ROOT = Path(__file__).resolve().parents[1]
+ROLLOUT = ROOT / "benchmarks/results/rollout_speed_h200.json"
 #: runs whose engines of ours took steps of 4096 tokens too
-SMALL_STEPS = ROOT / "examples/benchmarks/results/rollout_speed_h200_4096.json"
+SMALL_STEPS = ROOT / "benchmarks/results/rollout_speed_h200_4096.json"
 #: former runs with the larger steps
-BEFORE = ROOT / "examples/benchmarks/results/rollout_speed_h200_before.json"
+BEFORE = ROOT / "benchmarks/results/rollout_speed_h200_before.json"
 #: the engines that ours is compared with, by their names in the record
 OTHERS = {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}
 

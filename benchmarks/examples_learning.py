@@ -1,10 +1,10 @@
 """What the three small examples learn on a CPU, from their own results.json.
 
-    python examples/benchmarks/examples_learning.py                       # trains all three; minutes each on two idle cores
-    python examples/benchmarks/examples_learning.py --only grid_game      # trains this one; what is known of the others stays
-    python examples/benchmarks/examples_learning.py --collect runs        # only reads runs/letters, runs/tool_call, runs/grid_game
+    python benchmarks/examples_learning.py                       # trains all three; minutes each on two idle cores
+    python benchmarks/examples_learning.py --only grid_game      # trains this one; what is known of the others stays
+    python benchmarks/examples_learning.py --collect runs        # only reads runs/letters, runs/tool_call, runs/grid_game
 
-Writes examples/benchmarks/results/examples_cpu.json: of each run the accuracy on held-out problems before and after, command, commit,
+Writes benchmarks/results/examples_cpu.json: of each run the accuracy on held-out problems before and after, command, commit,
 machine and versions. `--conditions` says what else the machine did: the seconds are worth nothing without it.
 """
 
@@ -16,8 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "examples" / "benchmarks" / "results" / "examples_cpu.json"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "examples_cpu.json"
 EXAMPLES = ("letters", "tool_call", "grid_game")
 KEPT = (
     "task",
@@ -97,7 +97,7 @@ def main() -> None:
         run["commit"] = commit()
         runs[name] = run
     content = {
-        "command": "python examples/benchmarks/examples_learning.py",
+        "command": "python benchmarks/examples_learning.py",
         "runs": {name: runs[name] for name in EXAMPLES if name in runs},
     }
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")

@@ -10,15 +10,15 @@ import plan_check
 import speed_tables
 import step_speed
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "examples/benchmarks/results/multi_gpu_h200x2.json"
-STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks/results/multi_gpu_h200x2.json"
+STEPS = ROOT / "benchmarks/results/step_h200.json"
 #: every layout through the shipped script, by layouts.py
-LAYOUTS_CPU = ROOT / "examples/benchmarks/results/layouts_cpu.json"
+LAYOUTS_CPU = ROOT / "benchmarks/results/layouts_cpu.json"
 #: one of two processes killed again and again, by kill_a_rank.py
-KILLS = ROOT / "examples/benchmarks/results/kill_a_rank_cpu.json"
+KILLS = ROOT / "benchmarks/results/kill_a_rank_cpu.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
-SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
+SERVER = ROOT / "benchmarks/results/server_h200.json"
 SERVER_CPU = SERVER.with_name("server_cpu.json")
 ONE_GPU_70B = "ours-70b-8x512"
 #: commits whose rows are older than the field `machine`, and all of one
@@ -318,7 +318,7 @@ def kills() -> str:
         else "is **not** that of an undisturbed twin"
     )
     return (
-        f"`examples/benchmarks/kill_a_rank.py` kills one of two processes of the embedded default {count} times, by SIGKILL at a random moment, and starts the same command\n"
+        f"`benchmarks/kill_a_rank.py` kills one of two processes of the embedded default {count} times, by SIGKILL at a random moment, and starts the same command\n"
         f"again; they are started by torchrun or as two plain processes. Both ended, after {record['slowest_end_s']:g} s at the latest, {named} of {count} times with the cause\n"
         f"named, and the adapter at the end {twin} ({speed_tables.measured_by(KILLS, record['device'], [record['commit']])})."
     )

@@ -1,6 +1,6 @@
 """`make demo-real`: a real model, SmolLM2-135M-Instruct, learns products of two digits on a CPU.
 
-    python examples/benchmarks/demo_real.py [--gguf FILE] [--record]
+    python benchmarks/demo_real.py [--gguf FILE] [--record]
 
 At its end it says how much of the gain only repairs the rounding to 4 bits: the untrained bf16 model is measured, too.
 The model is from a package (examples/assets/real_model.py); from the Hub it is `qerl-trl train --config smollm2`.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
 import about  # noqa: E402
@@ -24,7 +24,7 @@ from examples.assets import real_model  # noqa: E402
 
 from qerl_trl.support.recipes import config_file, contents  # noqa: E402
 
-RESULT = ROOT / "examples" / "benchmarks" / "results" / "demo_real.json"
+RESULT = ROOT / "benchmarks" / "results" / "demo_real.json"
 RUN = ROOT / "runs" / "products"  # output_dir of examples/configs/smollm2.yaml
 #: of what a step logs
 CURVES = ("step", "reward", "entropy", "aqn/")

@@ -1,12 +1,12 @@
 """GRPO steps on several GPUs in every layout, ours and stock TRL's twin: seconds per phase, sync, sequences per second, memory of each GPU.
 
-    python examples/benchmarks/multi_gpu.py --output multi_gpu_h200x2.json                              # what fits into 9 minutes
-    python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
-    python examples/benchmarks/multi_gpu.py --modes ours-server stock-server --output multi_gpu_h200x2.json        # in turn, so one server
-    python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 ours-fsdp2-tp2 --shape 70b --output multi_gpu_h200x2.json  # rows of their own
-    python examples/benchmarks/multi_gpu.py --modes ours-one ours-server --sequences 64 --output multi_gpu_h200x2.json  # the same
-    python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape 1.5b --cold --output multi_gpu_h200x2.json   # starts, side by side
-    python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
+    python benchmarks/multi_gpu.py --output multi_gpu_h200x2.json                              # what fits into 9 minutes
+    python benchmarks/multi_gpu.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
+    python benchmarks/multi_gpu.py --modes ours-server stock-server --output multi_gpu_h200x2.json        # in turn, so one server
+    python benchmarks/multi_gpu.py --modes ours-fsdp2 ours-fsdp2-tp2 --shape 70b --output multi_gpu_h200x2.json  # rows of their own
+    python benchmarks/multi_gpu.py --modes ours-one ours-server --sequences 64 --output multi_gpu_h200x2.json  # the same
+    python benchmarks/multi_gpu.py --modes ours-one ours-dp --shape 1.5b --cold --output multi_gpu_h200x2.json   # starts, side by side
+    python benchmarks/multi_gpu.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
 
     one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
     dp       a process and an engine on each                  tp2      as dp, with one engine of two shards
@@ -51,7 +51,7 @@ SEQUENCES, NEW, PROMPT, RANK, SHAPE = 8, 512, 256, 32, "7b"
 COMPILED = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 #: seconds that all modes may take together, and that one needs at least with everything compiled
 TOTAL, LEAST = 540, 90
-ACCELERATE = Path(__file__).resolve().parents[1] / "accelerate"
+ACCELERATE = Path(__file__).resolve().parents[1] / "examples" / "accelerate"
 SERVER_LOG, SERVER_RECORD = "server.log", "server.json"
 #: when this process was started, and seconds from then on until the mode's server answered
 STARTED, SERVER_READY = time.perf_counter(), list[float]()

@@ -1,7 +1,7 @@
 """The embedded example in four arms, several seeds each: {bf16, NVFP4} x {AQN off, on}, with LoRA in all of them.
 
-    python examples/benchmarks/embedded_arms.py run --seeds 0 1 2 --jobs 2     # CPU only; writes the JSON below
-    python examples/benchmarks/embedded_arms.py table                          # prints the README's table from it
+    python benchmarks/embedded_arms.py run --seeds 0 1 2 --jobs 2     # CPU only; writes the JSON below
+    python benchmarks/embedded_arms.py table                          # prints the README's table from it
 
 The runs are those of `qerl-trl arms`, with two threads each; what is kept of them here is small enough to commit. The seed decides the
 adapter's initial values, the order of problems, sampling and noise; the pretrained model is the same.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "embedded_arms.json"
 #: name in the table -> arm of `qerl-trl arms`
 ARMS = {"NVFP4 + AQN": "nvfp4", "NVFP4": "nvfp4-no-noise", "bf16 + AQN": "bf16", "bf16": "bf16-no-noise"}
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, options: list[str]) -> None:
     subprocess.run(command, check=True, env=environment, cwd=ROOT)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     record = {
-        "command": "python examples/benchmarks/embedded_arms.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/embedded_arms.py " + " ".join(sys.argv[1:]),
         "commit": commit.stdout.strip() or args.commit,
         "threads_per_run": args.threads,
         "runs_at_a_time": args.jobs,

@@ -1,6 +1,6 @@
 """The embedded default on two nodes that are simulated on one machine, a CPU: does it learn what one process learns from the same batch?
 
-    python examples/benchmarks/two_nodes.py --output examples/benchmarks/results/two_nodes_cpu.json
+    python benchmarks/two_nodes.py --output benchmarks/results/two_nodes_cpu.json
 
 A node is a process group with a network of its own: a Linux network namespace with its own address, host name and /dev/shm, joined to the other
 one by a virtual cable, so that all that its processes and the other's say to each other goes over TCP through it. That takes root and `ip`; without
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import about
 from process_groups import end
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 #: seconds for one run
 LIMIT = 400
 PORT = "29577"

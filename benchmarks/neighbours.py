@@ -1,7 +1,7 @@
 """Microseconds of what stands between a decoder layer's products: RMSNorm, SwiGLU and rotary embedding, forward and backward.
 
-    python examples/benchmarks/neighbours.py --out neighbours_h200.json                     # 7B, 8 x 768 tokens; under a minute
-    python examples/benchmarks/neighbours.py --size dry --tokens 128 --device cpu --out FILE  # dry run, without liger-kernel
+    python benchmarks/neighbours.py --out neighbours_h200.json                     # 7B, 8 x 768 tokens; under a minute
+    python benchmarks/neighbours.py --size dry --tokens 128 --device cpu --out FILE  # dry run, without liger-kernel
 
     eager      as transformers writes them
     compiled   the same code through torch.compile, as decoder layers are compiled (update/compiled_layers.py), each operator alone. Within a layer the
