@@ -16,8 +16,7 @@ With `--pairs N` as many steps again are taken with all checks and with none, in
 step's checks cost, where they overlap with the GPU's work and no wait is added. The probe between steps is left out of these, and added to `percent`
 by its share.
 
-`limits` puts what a healthy run measures in bf16 beside what it may be: the probe at start, the fixed prompt of an export, the gap and the
-mismatch of log-probabilities. The head is scaled so that the policy's entropy is a trained model's, not a random one's.
+The head is scaled so that the policy's entropy is a trained model's, not a random one's.
 """
 
 import argparse
@@ -25,9 +24,9 @@ import functools
 import importlib
 import json
 import os
+import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,9 +34,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import about
-
-sys.path.insert(0, str(Path(__file__).parent))
+import common
 
 STEPS = 6
 #: logits of random weights have a standard deviation of about 1.2, those of a trained model about 4
@@ -165,9 +162,9 @@ def paired(seconds: list[float], probe_ms: float) -> dict[str, Any]:
 
 def measure(workload: str, device: str, pairs: int) -> dict[str, Any]:
     """Args: workload: a size, and after a colon the completions of a step."""
-    import plan_check
-    import random_checkpoint
-    import rollout_models
+    import memory
+    import models
+    import step
     import torch
     from transformers import TrainerCallback
 
@@ -176,7 +173,7 @@ def measure(workload: str, device: str, pairs: int) -> dict[str, Any]:
     size, _, completions = workload.partition(":")
     sequences = int(completions or 8)
     clock = Clock(device)
-    packed_model = rollout_models.packed_model
+    packed_model = models.packed_model
 
     def sharper(*args: Any, **kwargs: Any) -> Any:
         model = packed_model(*args, **kwargs)
@@ -184,27 +181,26 @@ def measure(workload: str, device: str, pairs: int) -> dict[str, Any]:
             model.lm_head.weight.mul_(SHARPER)
         return model
 
-    rollout_models.packed_model = sharper
+    models.packed_model = sharper
     tiny = device == "cpu"
     if tiny:
         small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
-        rollout_models.SHAPES[size] = {**small, "num_key_value_heads": 2, "vocab_size": 1024}
-    tokenizer = random_checkpoint.byte_pairs(1000 if tiny else 151_643)
-    plan_check.tokenizer = lambda: tokenizer
+        models.CONFIGS[size] = {**small, "num_key_value_heads": 2, "vocab_size": 1024}
+    tokenizer = byte_pairs(1000 if tiny else 151_643)
+    step.tokenizer = lambda: tokenizer
     count, every = 3 if tiny else STEPS, QeRLConfig.__dataclass_fields__["rollout_probe_steps"].default
     sequences = 4 if tiny else sequences
-    case = plan_check.Case(size, sequences, 16 if tiny else 256, 8 if tiny else 512, sequences)
+    case = memory.Case(size, sequences, 16 if tiny else 256, 8 if tiny else 512, sequences)
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [sequences]}
     engine = {"max_num_seqs": case.sequences, **({"enforce_eager": True} if tiny else {"compilation_config": graphs})}
     started = time.perf_counter()
-    trainer = plan_check.build_trainer(
+    trainer = memory.build_trainer(
         case, device, steps_per_generation=1, num_generations=case.micro, max_steps=count + 2 * pairs, vllm_engine_kwargs=engine,
         rollout_probe_steps=count - 1, learning_rate=1e-5, aqn_sigma_start=1e-2,
         aqn_num_stages=2 * (count + 2 * pairs) // count,  # noise begins in the middle of the steps that are timed check by check
         vllm_gpu_memory_utilization=0.25 if tiny else None,
     )  # fmt: skip
     start = {"whole": time.perf_counter() - started, **clock.take()}
-    again = probes_again(trainer, clock)
     folder = tempfile.TemporaryDirectory()
     of_a_folder = sealed_base(trainer, Path(folder.name))
     clock.take()
@@ -251,10 +247,8 @@ def measure(workload: str, device: str, pairs: int) -> dict[str, Any]:
         "one_probe_between_steps_ms": round(1e3 * max(probes), 1),
         "steps_per_probe": every,
         "noise_sync_ms": noise_syncs(trainer, clock),
-        "probes_again_s": again,
         "at_start_s": {label: round(start[label], 4) for label in in_start},
-        "of_a_folder_s": of_a_folder | folder_checks(trainer),
-        "limits": limits(trainer, count),
+        "of_a_folder_s": of_a_folder,
     }
     return row
 
@@ -271,19 +265,6 @@ def noise_syncs(trainer: Any, clock: Clock, count: int = 20) -> float:
         times.append(1e3 * (clock._now() - began))
     generation.sync_noise(NoiseDraw(0.0, 0, 0, 0))
     return round(statistics.median(times[2:]), 3)
-
-
-def probes_again(trainer: Any, clock: Clock) -> dict[str, float]:
-    """Seconds of the two probes of the start once more, in a process that has done it all before: at start they are also the first to run what
-    training and rollouts will run (allocations, libraries, kernels), which somebody has to."""
-    generation, found = trainer.vllm_generation, {}
-    generation.sync_weights()
-    for name in ("run_probe", "probe_noise"):
-        generation.engine.wake()
-        began = clock._now()
-        getattr(generation, name)()
-        found[name] = round(clock._now() - began, 4)
-    return found
 
 
 def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
@@ -312,51 +293,33 @@ def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
     }
 
 
-def folder_checks(trainer: Any) -> dict[str, float]:
-    """Seconds of sealing and of verifying a checkpoint."""
-    from qerl_trl.checkpoint import seal
+def byte_pairs(size: int) -> Any:
+    """A tokenizer of `size` tokens, all but 258 of them merged from others at random. w0 to w399, of which step.py makes prompts, are a token each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    found = {}
+    letters, digits, draw = sorted(pre_tokenizers.ByteLevel.alphabet()), "0123456789", random.Random(0)
+    vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<pad>", *letters])}
+    merges: list[tuple[str, str]] = []
 
-    def timed(name: str, function: Any) -> None:
-        began = time.perf_counter()
-        function()
-        found[name] = round(time.perf_counter() - began, 4)
+    def merge(left: str, right: str) -> None:
+        if left + right not in vocabulary:
+            vocabulary[left + right] = len(vocabulary)
+            merges.append((left, right))
 
-    with tempfile.TemporaryDirectory() as folder:
-        timed("save_adapter", lambda: trainer.save_adapter(f"{folder}/adapter"))
-        timed("verify_adapter", lambda: seal.verify(f"{folder}/adapter"))
-    return found
-
-
-def limits(trainer: Any, counted: int) -> dict[str, Any]:
-    """What this healthy run measured, beside what it may be, in its first steps: those with all checks."""
-    import torch
-
-    from qerl_trl.rollout import probe
-    from qerl_trl.rollout.mismatch import MismatchWatch
-
-    generation = trainer.vllm_generation
-    dtype, found = getattr(torch, generation.spec.dtype), generation.probe_result
-    # the run itself has none: plan_check's trainer fills completions with random tokens
-    threshold = trainer.args.__dataclass_fields__["rollout_mismatch_threshold"].default
-    rollouts = [
-        {
-            key: log.get(key)
-            for key in ("aqn/sigma", "rollout/mismatch_kl", "rollout/logp_gap", "rollout/entropy", "entropy")
-        }
-        for log in [log for log in trainer.state.log_history if "loss" in log][:counted]
-    ]
-    return {
-        "dtype": generation.spec.dtype,
-        "probe: clean difference, nats": [found.base_difference, probe.CLEAN * found.rounding + probe.FLOOR[dtype]],
-        "probe: difference with the probe adapter, nats": [found.difference, probe.SHARE * found.effect],
-        "probe: rounding": found.rounding,
-        "probe: fraction": found.size,
-        "mismatch_kl warns above": {"clean": threshold / MismatchWatch.STOP, "noisy": threshold},
-        "logp_gap warns above": threshold / MismatchWatch.STOP,
-        "rollouts": rollouts,
-    }
+    for begun in ["w", *(f"w{digit}" for digit in digits), *(f"w{number}" for number in range(10, 40))]:
+        for digit in digits:
+            merge(begun, digit)
+    known = list(vocabulary)[2:]
+    while len(vocabulary) < size:
+        pair = draw.choice(known[:1000]), draw.choice(known[:1000])
+        known.append("".join(pair))
+        merge(*pair)
+    built = Tokenizer(models.BPE(vocabulary, merges))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, eos_token="<eos>", pad_token="<pad>", unk_token="<pad>", padding_side="left"
+    )
 
 
 def main() -> None:
@@ -369,43 +332,20 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print("RESULT " + json.dumps(measure(args.worker, args.device, args.pairs)), flush=True)
-        os._exit(0)  # an engine's own shutdown takes seconds
-    from qerl_trl.checkpoint import records
+        common.give(measure(args.worker, args.device, args.pairs))
+    head = common.head(args.device)
+    record: dict[str, Any] = {**head, "gpu": head["device"].partition(",")[0], "checks": []}
 
-    record: dict[str, Any] = {
-        "command": about.command(),
-        "commit": about.commit(),
-        "versions": records.versions(),
-        "checks": [],
-    }
-    if args.device == "cuda":
-        import torch
+    def start(size: str) -> tuple[list[str], dict[str, str]]:
+        worker = [__file__, "--worker", size, "--device", args.device, "--pairs", str(args.pairs)]
+        one = {"MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        return [sys.executable, *worker], common.ENVIRONMENT | one  # of several GPUs one process may see one
 
-        record["gpu"] = torch.cuda.get_device_name()
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "MASTER_PORT": "0",
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),  # of several one process may see one
-    }  # fmt: skip
-    failed = 0
-    for size in args.sizes:
-        began = time.perf_counter()
-        command = [sys.executable, __file__, "--worker", size, "--device", args.device, "--pairs", str(args.pairs)]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
-            output = done.stdout + done.stderr
-        except subprocess.TimeoutExpired as late:
-            output = f"after {late.timeout:g} s: {late.stdout or b''!r}"[-3000:]
-        line = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
-        failed += line is None
-        row = json.loads(line.removeprefix("RESULT ")) if line else {"size": size, "failed": output[-3000:]}
-        row["seconds"] = round(time.perf_counter() - began, 1)
-        record["checks"].append(row)
-        print(json.dumps(row, indent=1) if line else f"{size} FAILED\n{output[-6000:]}", flush=True)
-        if args.output is not None:
-            args.output.write_text(json.dumps(record, indent=1) + "\n")
-    sys.exit(failed)
+    for size, row in common.results_of(list(args.sizes), start, limit=args.timeout):
+        record["checks"].append({"size": size, **row})
+        print(json.dumps(record["checks"][-1], indent=1), flush=True)
+        common.save(record, args.output)
+    sys.exit(any("failed" in row for row in record["checks"]))
 
 
 if __name__ == "__main__":

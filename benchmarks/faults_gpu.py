@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,27 +27,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import about
+import common
 from faults_gpu_cases import FAULTS, REWARD, Fault
 
 #: steps of a run; the noise begins in the third
 STEPS = 4
 #: seconds for one process
 LIMIT = {"cuda": 180, "cpu": 600}
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-}  # fmt: skip
-
 # --- one run ------------------------------------------------------------------------------------------------------------------------------
 
 
 def write_model(folder: Path, device: str) -> str:
     """A random checkpoint: layers that move their input as those of a wide trained model do, logits with a standard deviation of 4."""
     import torch
-    from plan_check import tokenizer
+    from step import tokenizer
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     hidden, layers = (1024, 8) if device == "cuda" else (128, 4)
@@ -80,7 +72,7 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 def build(fault: Fault, model: str, run: str, device: str) -> Any:
     from peft import LoraConfig
-    from plan_check import prompts, tokenizer
+    from step import prompts, tokenizer
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 
@@ -161,51 +153,15 @@ def one_run(name: str, model: str, run: str, device: str, inject: bool) -> dict[
 # --- all of them --------------------------------------------------------------------------------------------------------------------------
 
 
-def started(name: str, model: str, run: Path, device: str, inject: bool, number: int) -> subprocess.Popen:
-    fault = FAULTS[name]
-    command = [sys.executable, __file__, "--worker", name, "--model", model, "--folder", str(run), "--device", device]
-    command += [] if inject else ["--without"]
-    if fault.processes > 1:
-        launch = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(fault.processes),
-            "--master_port",
-            str(29700 + number),
-        ]
-        command[1:1] = launch
-    environment = ENVIRONMENT | os.environ
-    environment["MASTER_PORT"] = str(29800 + number)  # TRL's way to a free one is the same in all of them
-    if fault.processes == 1 and device == "cuda" and (count := gpus()) > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = str(number % count)
-    log = open(f"{run}-{'with' if inject else 'without'}.log", "w")  # noqa: SIM115  (lives as long as the process)
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-
-
 def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
 
 
-def result_of(run: Path, inject: bool, late: bool) -> dict[str, Any]:
-    lines = Path(f"{run}-{'with' if inject else 'without'}.log").read_text(errors="replace").splitlines()
-    line = next((line for line in lines if line.startswith("RESULT ")), None)
-    if line is not None:
-        return json.loads(line.removeprefix("RESULT "))
-    return {
-        "caught": None,
-        "when": None,
-        "error": "time" if late else "no result",
-        "message": "\n".join(lines[-12:])[-2000:],
-    }
-
-
 def judged(name: str, row: dict[str, Any]) -> dict[str, Any]:
     """Whether it went as it has to."""
-    words = FAULTS[name].words
-    said = all(word.lower() in (row["message"] or "").lower() for word in words)
+    said = all(word.lower() in (row["message"] or "").lower() for word in FAULTS[name].words)
     fine = row["caught"] is False if name == "healthy" else row["caught"] is True and said
     return {"fault": name, **row, "fine": fine and row.get("recovered") is not False}
 
@@ -218,74 +174,56 @@ def merged(record: dict[str, Any], former: dict[str, Any], names: list[str]) -> 
 
 
 def run_all(names: list[str], device: str, jobs: int, output: Path | None, commit: str | None) -> int:
-    from qerl_trl.checkpoint import records
-
-    root = Path(tempfile.mkdtemp())
+    root, ports = Path(tempfile.mkdtemp()), iter(range(29700, 30700, 2))
     model = write_model(root / "model", device)
-    record: dict[str, Any] = {
-        "command": about.command(),
-        "commit": about.commit(commit),
-        "versions": records.versions(),
-        "device": device,
-    }
+    head = common.head(device, commit)
+    record: dict[str, Any] = {name: head[name] for name in ("command", "commit", "versions")} | {"device": device}
     if device == "cuda":
-        import torch
-
-        record |= {"gpu": torch.cuda.get_device_name(), "gpus": gpus()}
-    record["faults"] = []
-    own: dict[str, Any] = {}
+        record |= {"gpu": head["device"].partition(",")[0], "gpus": gpus()}
+    record["faults"], own = [], dict[str, Any]()
     if output is not None and output.exists():
         record, own = merged(record, json.loads(output.read_text()), names)
     waiting = [(name, True) for name in sorted(names, key=lambda name: FAULTS[name].alone)]
     rows: dict[str, dict[str, Any]] = {}
-    running: dict[tuple[str, bool], tuple[subprocess.Popen, Path, float]] = {}
-    began, number = time.monotonic(), 0
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            if running and any(FAULTS[name].alone for name in (waiting[0][0], *(name for name, _ in running))):
-                break
-            name, inject = waiting.pop(0)
-            run = root / name.replace(" ", "-")
-            running[name, inject] = started(name, model, run, device, inject, number), run, time.monotonic()
-            number += 1
-        for (name, inject), (process, run, since) in list(running.items()):
-            late = time.monotonic() - since > LIMIT[device]
-            if process.poll() is None and late:
-                process.kill()
-                process.wait()
-            if process.poll() is None:
+
+    def may(one: tuple[str, bool], running: list[tuple[str, bool]]) -> bool:
+        alone = any(FAULTS[name].alone for name, _ in (one, *running))
+        return len(running) < jobs and not (running and alone)
+
+    def start(one: tuple[str, bool]) -> tuple[list[str], dict[str, str]]:
+        (name, inject), port = one, next(ports)
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(FAULTS[name].processes), "--master_port", str(port)]  # fmt: skip
+        run = str(root / name.replace(" ", "-"))
+        worker = [__file__, "--worker", name, "--model", model, "--folder", run, "--device", device]
+        command = [sys.executable, *(launch if FAULTS[name].processes > 1 else []), *worker]
+        # TRL's way to a free port is the same in all of them
+        environment = common.ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1", "MASTER_PORT": str(port + 1)}
+        if FAULTS[name].processes == 1 and device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = str(port // 2 % gpus())
+        return command if inject else [*command, "--without"], environment
+
+    for (name, inject), row in common.results_of(waiting, start, may, LIMIT[device]):
+        if "failed" in row:
+            why, said = row.pop("failed"), "\n".join(row.pop("last_lines"))[-2000:]
+            row |= {"caught": None, "when": None, "error": "time" if why == "time" else "no result", "message": said}
+        row["seconds"] = row.pop("seconds_in_all", 0.0)
+        if inject:
+            rows[name] = row | {"recovered": None}
+            if FAULTS[name].again and row["caught"] and row["when"] != "start":
+                waiting.insert(0, (name, False))
                 continue
-            del running[name, inject]
-            row = result_of(run, inject, late) | {"seconds": round(time.monotonic() - since, 1)}
-            if inject:
-                rows[name] = row | {"recovered": None}
-                if FAULTS[name].again and row["caught"] and row["when"] != "start":
-                    waiting.insert(0, (name, False))
-                    continue
-            else:
-                whole = row["caught"] is False and row["steps"] == FAULTS[name].settings.get("max_steps", STEPS)
-                rows[name] |= {"recovered": whole, "seconds": rows[name]["seconds"] + row["seconds"]}
-                if not whole:
-                    rows[name]["afterwards"] = row
-            done = judged(name, rows[name]) | own
-            record["faults"].append(done)
-            told = (done["message"] or "").replace("\n", " ")[:230]
-            verdict = "ok  " if done["fine"] else "LOOK"
-            print(
-                f"{verdict} {name}: caught={done['caught']} {done['when']} recovered={done['recovered']} {done['seconds']:.0f}s | {told}",
-                flush=True,
-            )
-            if name == "healthy":
-                print(json.dumps({key: done.get(key) for key in ("probe", "logs")}, indent=1), flush=True)
-            if output is not None:
-                output.write_text(json.dumps(record, indent=1) + "\n")
-        time.sleep(0.3)
-    ran = [row for row in record["faults"] if row["fault"] in names]
-    wrong = [row["fault"] for row in ran if not row["fine"]]
-    caught = sum(row["caught"] is True for row in ran)
-    print(
-        f"{caught} of {len(names) - ('healthy' in names)} caught, in {time.monotonic() - began:.0f} s; to look at: {wrong or 'none'}"
-    )
+        else:
+            whole = row["caught"] is False and row["steps"] == FAULTS[name].settings.get("max_steps", STEPS)
+            rows[name] |= {"recovered": whole, "seconds": rows[name]["seconds"] + row["seconds"]}
+            rows[name] |= {} if whole else {"afterwards": row}
+        done = judged(name, rows[name]) | own
+        record["faults"].append(done)
+        told = (done["message"] or "").replace("\n", " ")[:230]
+        verdict = f"{'ok  ' if done['fine'] else 'LOOK'} {name}: caught={done['caught']} {done['when']}"
+        print(f"{verdict} recovered={done['recovered']} {done['seconds']:.0f}s | {told}", flush=True)
+        common.save(record, output)
+    wrong = [row["fault"] for row in record["faults"] if row["fault"] in names and not row["fine"]]
+    print(f"to look at: {wrong or 'none'}")
     return len(wrong)
 
 
@@ -310,14 +248,12 @@ def main() -> None:
     unknown = set(args.faults) - set(FAULTS)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))} is none of them: {', '.join(FAULTS)}")
-    here = [
-        name
-        for name in args.faults or FAULTS
-        if (args.device == "cuda" and gpus() >= FAULTS[name].processes)
-        or (args.device == "cpu" and not FAULTS[name].gpu)
-    ]
-    for name in set(args.faults or FAULTS) - set(here):
-        print(f"-    {name}: not on this machine ({'needs a GPU' if args.device == 'cpu' else 'needs 2 GPUs'})")
+    here, cuda = [], args.device == "cuda"
+    for name in args.faults or FAULTS:
+        if gpus() >= FAULTS[name].processes if cuda else not FAULTS[name].gpu:
+            here.append(name)
+        else:
+            print(f"-    {name}: not on this machine ({'needs 2 GPUs' if cuda else 'needs a GPU'})")
     sys.exit(min(1, run_all(here, args.device, args.jobs, args.output, args.commit)))
 
 

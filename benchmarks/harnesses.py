@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src")]
+sys.path[:0] = [str(Path(__file__).parent)]  # tests load this file by its path
 
+import common  # noqa: E402
 
-RESULTS = Path(__file__).resolve().parent / "results" / "harnesses_cpu.json"
-PROBLEMS = ROOT / "examples" / "assets" / "test.jsonl"
+RESULTS = common.RESULTS / "harnesses_cpu.json"
+PROBLEMS = common.ROOT / "examples" / "assets" / "test.jsonl"
 PACKAGES = {"lm-eval": "lm_eval", "lighteval": "lighteval"}
 #: a size of batch: a CPU has no memory limit to look for
 _NO_SEARCH = {"lm-eval": ["--batch_size", "16"], "lighteval": ["batch_size=16"]}
@@ -147,23 +147,14 @@ def main() -> None:
     parser.add_argument("--lm-eval", required=True, metavar="PYTHON")
     parser.add_argument("--lighteval", required=True, metavar="PYTHON")
     parser.add_argument("--limit", type=int, default=100, help="problems")
-    parser.add_argument("--steps", type=int, default=3, help="of training, before the merge")
-    parser.add_argument(
-        "--run", type=Path, help="a run of the embedded example that is there already, instead of training one"
-    )
     options = parser.parse_args()
     pythons = {"lm-eval": options.lm_eval, "lighteval": options.lighteval}
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        run = options.run and options.run.resolve()
-        steps = []
-        if not run:
-            run = folder / "run"
-            training = ["train", "--config", "embedded", "--output_dir", str(run), "--max_steps", str(options.steps)]
-            steps = [[*training, "--save_steps", str(options.steps), "--eval_problems", "8", "--use_cpu", "true"]]
+        run = folder / "run"
+        training = ["train", "--config", "embedded", "--output_dir", str(run), "--max_steps", "3", "--save_steps", "3"]
         merging = shlex.split(harness_commands("", str(run))["first"])[1:-1]
+        steps = [[*training, "--eval_problems", "8", "--use_cpu", "true"]]
         steps += [["merge", str(run), "base", "--as", "base"], [*merging, "run-merged"]]
         for step in steps:
             command = [sys.executable, "-m", "qerl_trl.cli.main", *step]
@@ -177,12 +168,12 @@ def main() -> None:
         ]
     record = {
         "command": "python benchmarks/harnesses.py --lm-eval PYTHON --lighteval PYTHON",
-        "commit": commit,
+        "commit": (common.commit() or "unknown")[:7],
         "problems": options.limit,
         "steps of training": trained,
         "results": results,
     }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    common.save(record, RESULTS)
     print(json.dumps(results, indent=1))
 
 

@@ -1,10 +1,9 @@
-"""The tables of readme_tables.py about the kernels: products of a decoder layer relative to cuBLAS bf16."""
+"""The tables of tables.py about the kernels: products of a decoder layer relative to cuBLAS bf16."""
 
 import json
 from typing import Any
 
-import rollout_plan
-import rollout_results
+import rollout
 from rollout_tables import OTHERS, ROLLOUT
 from speed_tables import ROOT, measured_by
 
@@ -265,13 +264,13 @@ def rollout_why() -> str:
         ratios = {n: products[size, n]["bf16_us"] / products[size, n]["ours_lora_us"] for n in counts}
         alone.append(f"{size} {', '.join(f'{ratio:.2f} at {n}' for n, ratio in ratios.items())} sequences")
         ((count, prefill),) = cases[case]["prefill_s"].items()
-        new = rollout_plan.NEW * int(count) / speed[case][count]
+        new = rollout.NEW * int(count) / speed[case][count]
         rest = " and ".join(
             f"{cases[f'{other}:{size.lower()}']['prefill_s'][count]:.2f} s for {words}"
             for other, words in OTHERS.items()
         )
         beside.append(
-            f"{rollout_results.label(size.lower())} {prefill:.2f} s of the {new:.1f} s that ours takes for {count} sequences ({rest})"
+            f"{rollout.label(size.lower())} {prefill:.2f} s of the {new:.1f} s that ours takes for {count} sequences ({rest})"
         )
     slots = "; ".join(
         f"{ours:.0f} beside {speed['stock-lora:32b'][n]:.0f} tokens/s at {n}"

@@ -1,4 +1,4 @@
-"""The table of readme_tables.py about several GPUs: what was aimed at, what was measured, and what has not been."""
+"""The table of tables.py about several GPUs: what was aimed at, what was measured, and what has not been."""
 
 import dataclasses
 import json
@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import plan_check
 import speed_tables
-import step_speed
+import step
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/multi_gpu_h200x2.json"
 STEPS = ROOT / "benchmarks/results/step_h200.json"
-#: every layout through the shipped script, by layouts.py
+#: every layout through the shipped script, by processes.py
 LAYOUTS_CPU = ROOT / "benchmarks/results/layouts_cpu.json"
-#: one of two processes killed again and again, by kill_a_rank.py
+#: one of two processes killed again and again, by processes.py
 KILLS = ROOT / "benchmarks/results/kill_a_rank_cpu.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "benchmarks/results/server_h200.json"
@@ -45,7 +44,7 @@ def planned_today(row: dict[str, Any]) -> float:
     work = Workload(**{name: value for name, value in row["workload"].items() if name in known})
     if "zero2" in row["name"]:  # whose row is older than the field
         work = dataclasses.replace(work, deepspeed=True)
-    return plan_check.plan_of_shape(row["size"], work, Gpu.of_gib(140)).peak / 2**30
+    return step.plan_of_shape(row["size"], work, Gpu.of_gib(140)).peak / 2**30
 
 
 def comparable(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -70,7 +69,7 @@ def pair_of(one: str, other: str, rows: list[dict[str, Any]]) -> tuple[dict[str,
 
 
 def step_of(name: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A row of one GPU, measured by step_speed.py."""
+    """A row of one GPU, measured by step.py."""
     record = json.loads(STEPS.read_text())
     return row_of(name, [*record["step"], *record["before"]], beside)
 
@@ -127,7 +126,7 @@ def largest(row: dict[str, Any]) -> str:
     one = alone["median"]
     return (
         f"A 70B base (Llama 3's shape, random weights) under FSDP 2 on these two GPUs, an engine in each process, {row['batch']} completions of {row['new']} tokens per process: "
-        f"{median['step']:.1f} s per step ({len(row['steps']) - step_speed.WARM} was counted), of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
+        f"{median['step']:.1f} s per step ({len(row['steps']) - step.WARM} was counted), of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
         f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, imports, engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]}). "
         f"On one of them, everything shared, {alone['batch']} completions: {one['step']:.1f} s per step, of which the rollout takes {one['rollout']:.1f} and the update {one['update']:.1f}; "
         f"{alone['measured_gib']:.1f} GiB (commit {alone['commit'][:7]}{speed_tables.with_another(alone)})."
@@ -180,7 +179,7 @@ def stock_pairs(measured: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any
 
 def in_brackets(row: dict[str, Any]) -> str:
     """What stands behind a row's seconds in a table: what ran beside it, and a counted step of more than twice the median."""
-    slow = [step["step"] for step in row["steps"][step_speed.WARM :] if step["step"] > 2 * row["median"]["step"]]
+    slow = [each["step"] for each in row["steps"][step.WARM :] if each["step"] > 2 * row["median"]["step"]]
     notes = [speed_tables.with_another(row).removeprefix(", ")]
     notes += [f"a step of {seconds:.1f} s among those counted" for seconds in slow]
     said = "; ".join(filter(None, notes))
@@ -318,7 +317,7 @@ def kills() -> str:
         else "is **not** that of an undisturbed twin"
     )
     return (
-        f"`benchmarks/kill_a_rank.py` kills one of two processes of the embedded default {count} times, by SIGKILL at a random moment, and starts the same command\n"
+        f"`benchmarks/processes.py kills` kills one of two processes of the embedded default {count} times, by SIGKILL at a random moment, and starts the same command\n"
         f"again; they are started by torchrun or as two plain processes. Both ended, after {record['slowest_end_s']:g} s at the latest, {named} of {count} times with the cause\n"
         f"named, and the adapter at the end {twin} ({speed_tables.measured_by(KILLS, record['device'], [record['commit']])})."
     )

@@ -15,19 +15,16 @@ than rounding. `gb_s` counts every input, output and gradient once. `ms_per_pass
 
 import argparse
 import importlib.metadata
-import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
+from models import CONFIGS
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-import about
-from rollout_models import SHAPES
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 EPS, BASE = 1e-6, 1e6
@@ -125,16 +122,6 @@ def step(function: Function, given: list[torch.Tensor], count: int, ones: list[t
     return [*outputs, *torch.autograd.grad(outputs, taken, ones)]
 
 
-def copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty_like(value).copy_(value) for value in values]  # liger-kernel writes into what it is given
-
-
-def distances(made: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The largest relative distance of an output or a gradient from the same in float32."""
-    pairs = [(m.detach().float(), e.detach()) for m, e in zip(made, exact, strict=True)]
-    return max(float((m - e).norm() / e.norm()) for m, e in pairs)
-
-
 def kernel_microseconds(call: Callable[[], Any], device: str) -> float:
     """What the device computes in one call, by torch's profiler; on a CPU the wall time."""
     for _ in range(WARM):
@@ -160,7 +147,9 @@ def measure(name: str, shape: dict[str, Any], tokens: int, device: str, ways: di
     row: dict[str, Any] = {"bytes": moved}
     for way, functions in ways.items():
         # liger-kernel writes into what it is given
-        far = distances(step(functions[name], [x.clone() for x in given], count, [x.clone() for x in ones]), exact)
+        made = step(functions[name], [x.clone() for x in given], count, [x.clone() for x in ones])
+        pairs = [(m.detach().float(), e.detach()) for m, e in zip(made, exact, strict=True)]
+        far = max(float((m - e).norm() / e.norm()) for m, e in pairs)
         row[way] = {"distance": round(far, 5)}
         if far > ROUNDING:
             row[way]["failed"] = f"not equal up to rounding, {ROUNDING}"
@@ -173,7 +162,7 @@ def measure(name: str, shape: dict[str, Any], tokens: int, device: str, ways: di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="7b", choices=SHAPES)
+    parser.add_argument("--size", default="7b", choices=CONFIGS)
     parser.add_argument("--tokens", type=int, default=8 * 768)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
@@ -181,10 +170,10 @@ def main() -> int:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    shape, ways = SHAPES[options.size], {"eager": EAGER, "compiled": compiled()}
+    shape, ways = CONFIGS[options.size], {"eager": EAGER, "compiled": compiled()}
     record: dict[str, Any] = {
         "what": "microseconds of kernels, forward and backward of one operator, bf16",
-        **about.head(options.device, options.commit),
+        **common.head(options.device, options.commit),
         "size": options.size,
         "tokens": options.tokens,
     }
@@ -205,8 +194,7 @@ def main() -> int:
     for name, row in rows.items():
         print(f"{name:<9}" + "  ".join(f"{way} {row[way].get('us')} us {row[way].get('gb_s')} GB/s" for way in ways))
     print(record["ms_per_pass"])
-    if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    common.save(record, options.out)
     return int(any("failed" in row[way] for row in rows.values() for way in ways))
 
 

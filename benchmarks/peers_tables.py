@@ -1,4 +1,4 @@
-"""The tables of readme_tables.py about what others' code does with ours: PEFT's tuners, TRL's own tests and notebooks."""
+"""The tables of tables.py about what others' code does with ours: PEFT's tuners, TRL's own tests and notebooks."""
 
 import json
 from pathlib import Path

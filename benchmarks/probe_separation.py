@@ -12,7 +12,6 @@ into its adapter or its noise. The records hold what was measured; `table` judge
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -99,7 +98,7 @@ def build(args: argparse.Namespace, folder: str) -> Any:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    import about
+    import common
     import torch
 
     from qerl_trl.rollout import probe
@@ -110,9 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         from faults_gpu_cases import serve_unquantized
 
         serve_unquantized()
-    with socket.socket() as free:  # several engines on one machine
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(common.free_ports(1)[0])  # several engines on one machine
     change: list[Any] = [None]
     load = RolloutState.load_adapter
 
@@ -133,7 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         told = {
             "model": args.name or Path(args.model).name, "arm": args.arm, "noise": args.noise, "seed": args.seed,
             "dtype": generation.spec.dtype, "start_s": round(time.time() - began, 1),
-        } | about.head("cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
+        } | common.head("cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
 
         def put(draw: Any) -> None:
             generation.sync_noise(draw)

@@ -28,7 +28,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import about
+import common
 
 _PIECE = 1 << 24
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
@@ -116,7 +116,7 @@ class Resident(threading.Thread):
             time.sleep(0.02)
 
 
-def quantize(source: Path, result: Path, device: str, workers: int | None) -> dict:
+def quantize(source: Path, result: Path, device: str) -> dict:
     started = time.perf_counter()
     import torch
 
@@ -127,7 +127,7 @@ def quantize(source: Path, result: Path, device: str, workers: int | None) -> di
     written: list[float] = []
     started = time.perf_counter()
     done = offline.quantize_folder(
-        source, result, device=device, workers=workers, progress=lambda *_: written.append(time.perf_counter())
+        source, result, device=device, progress=lambda *_: written.append(time.perf_counter())
     )
     seconds = time.perf_counter() - started
     return {
@@ -146,8 +146,6 @@ def quantize(source: Path, result: Path, device: str, workers: int | None) -> di
 def in_new_process(arguments: argparse.Namespace, step: str, triton_cache: Path) -> dict:
     command = [sys.executable, __file__, "--shape", arguments.shape, "--device", arguments.device]
     command += ["--folder", str(arguments.folder), "--step", step]
-    if arguments.workers:
-        command += ["--workers", str(arguments.workers)]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(triton_cache)}
     started = time.perf_counter()
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -158,31 +156,25 @@ def in_new_process(arguments: argparse.Namespace, step: str, triton_cache: Path)
 
 def run_step(arguments: argparse.Namespace, source: Path, result: Path) -> dict:
     if arguments.step == "write":
-        from random_checkpoint import write_checkpoint
+        from models import write_checkpoint
 
         return {"bytes": write_checkpoint(arguments.shape, source, arguments.device)}
     if arguments.step == "describe":
-        import torch
-
-        from qerl_trl.checkpoint.records import device_name, versions
-
-        return {"device": device_name(torch.device(arguments.device)), "versions": versions(), "cores": os.cpu_count()}
+        return common.head(arguments.device, arguments.commit) | {"cores": os.cpu_count()}
     started = time.perf_counter()
     read_once(source)
     read = {"reading_before_seconds": time.perf_counter() - started}
     if arguments.step == "floor":
-        return read | floor(source, result, arguments.folder / "floor", arguments.workers or min(os.cpu_count(), 8))
-    return read | quantize(source, result, arguments.device, arguments.workers)
+        return read | floor(source, result, arguments.folder / "floor", min(os.cpu_count() or 1, 8))
+    return read | quantize(source, result, arguments.device)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="7b", help="Of random_checkpoint.py: tiny, 3b, 7b.")
+    parser.add_argument("--shape", default="7b", help="Of models.py: tiny, 3b, 7b.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, required=True, help="Where checkpoint and result are written.")
-    parser.add_argument("--workers", type=int, help="Threads; default: what quantize_folder takes.")
     parser.add_argument("--repeats", type=int, default=2, help="Further runs, after the first.")
-    parser.add_argument("--keep", action="store_true", help="Leave checkpoint and result there.")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--step", choices=("write", "describe", "floor", "quantize"), help=argparse.SUPPRESS)
@@ -203,20 +195,10 @@ def main() -> None:
         bound = in_new_process(arguments, "floor", triton_cache)
         rows.append({"run": "again" if repeat else "first", "quantize": row, "floor": bound})
         rows[-1]["ratio"] = row["seconds"] / bound["seconds"]
-    for row in rows:
-        print(
-            f"{row['run']}: {row['quantize']['seconds']:.2f} s, floor {row['floor']['seconds']:.2f} s, {row['ratio']:.2f}"
-        )
-    report = {
-        "command": about.command(),
-        "commit": about.commit(arguments.commit),
-        **in_new_process(arguments, "describe", triton_cache),
-        "rows": rows,
-    }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    if not arguments.keep:
-        shutil.rmtree(arguments.folder)
+        print(f"{rows[-1]['run']}: {row['seconds']:.2f} s, floor {bound['seconds']:.2f} s", flush=True)
+    described = in_new_process(arguments, "describe", triton_cache)
+    common.save(described | {"command": common.command(), "rows": rows}, arguments.output)
+    shutil.rmtree(arguments.folder)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Tables of `rollout_speed.py`'s file, in Markdown."""
+"""Tables of `rollout.py`'s file, in Markdown."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import rollout_plan
-import rollout_results
+import rollout as engines
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLLOUT = ROOT / "benchmarks/results/rollout_speed_h200.json"
@@ -22,7 +21,7 @@ def rollout(path: Path = ROLLOUT) -> str:
     long the prompts take alone."""
     record = json.loads(path.read_text())
     speed, ratios = record["tokens_per_s"], record["ratios"]
-    models = rollout_results.by_model(name.split(":")[1] for name in speed if name.startswith("ours:"))
+    models = engines.by_model(name.split(":")[1] for name in speed if name.startswith("ours:"))
     ours = {size: speed[f"ours:{size}"] for size in models}
     tables = [_by_sequences("Ours, tokens per second", ours, ".0f")]
     for other, words in OTHERS.items():
@@ -47,7 +46,7 @@ def rollout(path: Path = ROLLOUT) -> str:
         packages = [f"{package} {version}" for package, version in versions.items()]
         where = ", ".join([run["device"], *packages, f"commit {run['commit'][:7]}", run["order"]])
         which = measured.setdefault(where, [])
-        which += [rollout_results.label(size)] if rollout_results.label(size) not in which else []
+        which += [engines.label(size)] if engines.label(size) not in which else []
     notes = [f"{', '.join(names)}: {where}." for where, names in measured.items()]
     notes += _step_tokens(record["cases"])
     notes += [f"Built when other engines of the model had ended: {', '.join(later)}."] if later else []
@@ -69,10 +68,10 @@ def not_measured(record: dict[str, Any], models: list[str]) -> str:
     for size in models:
         for count in SEQUENCES:
             if str(count) not in record["tokens_per_s"][f"ours:{size}"]:
-                sequences.setdefault(count, []).append(rollout_results.label(size))
+                sequences.setdefault(count, []).append(engines.label(size))
     said = [f"{count} sequences of {_names(names, models)}" for count, names in sorted(sequences.items())]
     for other, words in OTHERS.items():
-        without = [rollout_results.label(size) for size in models if f"{other}:{size}" not in record["cases"]]
+        without = [engines.label(size) for size in models if f"{other}:{size}" not in record["cases"]]
         said += [f"{words} for {_names(without, models)}"] if without else []
     return f"Not measured, because the time on the GPU went elsewhere: {'; '.join(said)}." if said else ""
 
@@ -93,15 +92,15 @@ def _prefills(cases: dict[str, dict[str, Any]], models: list[str]) -> str:
     counts = {count for row in found.values() for of_engine in row.values() for count in of_engine}
     if not counts:
         return ""
-    (count,) = counts  # rollout_speed.PREFILL
-    prompt = rollout_plan.PROMPT
+    (count,) = counts  # rollout.PREFILL
+    prompt = engines.PROMPT
     table = [
         f"| Prefill of {count} x {prompt} tokens, s | ours | {' | '.join(OTHERS.values())} |",
         "|---|---:|---:|---:|",
     ]
     for size, row in found.items():
         cells = [f"{of_engine[count]:.2f}" if of_engine else "" for of_engine in row.values()]
-        table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
+        table.append(f"| {engines.label(size)} | {' | '.join(cells)} |")
     return "\n".join(table)
 
 
@@ -120,7 +119,7 @@ def before() -> str:
         found = ", ".join(f"{ratio:.2f} at {count}" for count, ratio in ratios.items())
         tokens = ", ".join(f"{record['tokens_per_s'][ours][count]:.0f}" for count in ratios)
         said.append(
-            f"{rollout_results.label(size)} was {found} sequences times {OTHERS[engine]} (ours {tokens} tokens per second, {commit})"
+            f"{engines.label(size)} was {found} sequences times {OTHERS[engine]} (ours {tokens} tokens per second, {commit})"
         )
     where = f"[{BEFORE.name}]({BEFORE.relative_to(ROOT)})"
     return f"Before, on other machines of the same kind: {'; '.join(said)}; {where}."
@@ -135,7 +134,7 @@ def _step_tokens(cases: dict[str, dict[str, Any]]) -> list[str]:
         if engine == "ours" and found and None not in found and found != {case.get("step_tokens")}:
             others = ", ".join(map(str, sorted(found)))
             said = f"A step of ours may process {case['step_tokens']} tokens, of the others {others}, which is TRL's"
-            notes.setdefault(said, []).append(rollout_results.label(size))
+            notes.setdefault(said, []).append(engines.label(size))
     return [f"{said}: {', '.join(sizes)}." for said, sizes in notes.items()]
 
 
@@ -169,7 +168,7 @@ def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> s
     table = [f"| {title}, at | {' | '.join(map(str, counts))} sequences |", "|---|" + "---:|" * len(counts)]
     for size, row in rows.items():
         cells = [f"{row[str(count)]:{form}}" if str(count) in row else "" for count in counts]
-        table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
+        table.append(f"| {engines.label(size)} | {' | '.join(cells)} |")
     return "\n".join(table)
 
 
@@ -190,5 +189,5 @@ def wanted() -> str:
             f"{found[str(count)]:.3f} at {count} ({aim:g}: {'reached' if found[str(count)] >= aim else 'missed'})"
             for count, aim in aims.items()
         ]
-        said.append(f"Times {OTHERS[other]}, {rollout_results.label(size)}, wanted in brackets: {', '.join(cells)}.")
+        said.append(f"Times {OTHERS[other]}, {engines.label(size)}, wanted in brackets: {', '.join(cells)}.")
     return " ".join(said)

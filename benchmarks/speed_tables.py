@@ -1,4 +1,4 @@
-"""The tables of readme_tables.py about speed and memory."""
+"""The tables of tables.py about speed and memory."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import rollout_results
+import rollout
 import step_profile
 from rollout_tables import ROLLOUT, ROOT
 
@@ -320,7 +320,7 @@ def rollout_speeds() -> tuple[dict[str, dict[int, float]], str]:
             alone[size] = {int(count): found[count] for count in (min(found, key=int), "128") if count in found}
     ways = {"alone": alone, "in a whole step": steps.keys() - alone.keys()}
     named = (
-        f"{', '.join(size.upper() if size[0].isdigit() else rollout_results.label(size) for size in rollout_results.by_model(sizes))} {way}"
+        f"{', '.join(size.upper() if size[0].isdigit() else rollout.label(size) for size in rollout.by_model(sizes))} {way}"
         for way, sizes in ways.items()
         if sizes
     )

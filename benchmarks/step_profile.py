@@ -1,4 +1,4 @@
-"""What step_speed.py's `--profile` says of one optimizer step: per phase the GPU's kernels, its idle time and what the host launched.
+"""What step.py's `--profile` says of one optimizer step: per phase the GPU's kernels, its idle time and what the host launched.
 
 The step is traced by torch.profiler with CUDA activities alone. CUPTI gives a kernel inside a CUDA graph a record of its own, as any other,
 and the launch of the graph one among the host's calls; so `kernels` counts what the GPU ran (copies and fills included), `launches` what

@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT), str(ROOT / "src")]
 
+import common  # noqa: E402
 from tests.hub_server import TOKEN, StandInHub  # noqa: E402
 
 PAGE = ROOT / "docs" / "source" / "your_task.md"
-RESULTS = Path(__file__).resolve().parent / "results" / "your_task_cpu.json"
+RESULTS = common.RESULTS / "your_task_cpu.json"
 CLONED = "https://github.com/qerl-trl/qerl-trl"
 USER = "tester"
 
@@ -111,8 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--note", default="", help="about the machine, for the record")
     note = parser.parse_args().note
-    asked = ["git", "rev-parse", "--short", "HEAD"]  # now: what is cloned
-    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = (common.commit() or "")[:7]  # now: what is cloned
     server = StandInHub()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "walk"
@@ -127,7 +127,7 @@ def main() -> None:
         results = json.loads((folder / "runs" / "words" / "results.json").read_text())
     server.close()
     record = {
-        "command": "python " + " ".join(["benchmarks/your_task.py", *sys.argv[1:]]),
+        "command": common.command(),
         "commit": commit,
         "device": results["device"],
         "note": note,
@@ -141,7 +141,7 @@ def main() -> None:
         "published": {name: sorted(repo["files"]) for name, repo in server.repos.items()},
         "says": "".join(timed[-1]["said"]).strip(),
     }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    common.save(record, RESULTS)
 
 
 if __name__ == "__main__":

@@ -105,12 +105,12 @@ def test_an_aim_is_judged_by_the_newest_two_of_one_commit(page_of):
 
 
 def test_rows_of_other_numbers_have_names_of_their_own(tables):
-    import multi_gpu
+    import several_gpus
 
-    assert multi_gpu.row_name("ours-dp", "7b") == "ours-dp"
-    assert multi_gpu.row_name("ours-dp", "70b", 64) == "ours-dp-70b-of-64"
-    assert {multi_gpu.row_name(mode, "tiny", 64).partition("-of-")[0] for mode in multi_gpu.MODES} <= set(
-        multi_gpu.ORDER
+    assert several_gpus.row_name("ours-dp", "7b") == "ours-dp"
+    assert several_gpus.row_name("ours-dp", "70b", 64) == "ours-dp-70b-of-64"
+    assert {several_gpus.row_name(mode, "tiny", 64).partition("-of-")[0] for mode in several_gpus.MODES} <= set(
+        several_gpus.ORDER
     )
 
 

@@ -30,7 +30,7 @@ MODELS = {
     "Llama-3-8B": ("llama-3-8b", 32, 4096, 128256),
     "32B": ("32b", 64, 5120, 152064),
 }
-NEW = 256  # tokens of a rollout, as rollout_speed.py has them
+NEW = 256  # tokens of a rollout, as rollout.py has them
 LAYERS = MODELS["7B"][1]
 FAR = 0.5  # milliseconds per step
 BANDWIDTH = 4.59e6  # bytes per microsecond that an H200 reads, as in compare.py

@@ -1,4 +1,4 @@
-"""Formulas against counts of real (tiny) models, and against peaks that benchmarks/plan_check.py measured on a GPU."""
+"""Formulas against counts of real (tiny) models, and against peaks that benchmarks/memory.py measured on a GPU."""
 
 import dataclasses
 import json
@@ -230,7 +230,7 @@ def test_recomputing_inside_is_planned_as_it_was_measured():
 
 
 def planned_update(record, case, mode):
-    """(shape, workload, bytes in all) of a micro-batch that `update_speed.py` measured."""
+    """(shape, workload, bytes in all) of a micro-batch that `update.py` measured."""
     shape, tokens, completion = formulas.shape_of(SEVEN_B), record["tokens_each"], record["completion_tokens_each"]
     work = Workload(
         batch=record["sequences"], prompt_length=tokens - completion, completion_length=completion, padded=False,

@@ -121,7 +121,7 @@ def rollouts(work):
     """(tokens, completion tokens) of each pass, per rollout of the measured run, as they are dealt and joined."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        from step_speed import ragged_lengths
+        from step import ragged_lengths
     finally:
         sys.path.remove(str(BENCHMARKS))
     lengths, columns = ragged_lengths(work.completion_length), torch.arange(work.completion_length)

@@ -5,7 +5,7 @@ not a guess from its name. Formulas are in the functions' docstrings; M tokens a
 completions, h is the hidden width, f the MLP's, V the vocabulary, q and kv the attention's, and a bf16 number has 2 bytes. T is the longest
 prompt plus the longest completion.
 
-`benchmarks/plan_check.py` measures the sums on a GPU and compares.
+`benchmarks/memory.py` measures the sums on a GPU and compares.
 """
 
 import copy

@@ -1,9 +1,9 @@
 """Whole GRPO steps on random weights in the Qwen2.5 shapes: seconds per phase and peak memory, ours as shipped and stock TRL.
 
-    python benchmarks/step_speed.py --output step_h200.json                          # all cases, one GPU each at a time
-    python benchmarks/step_speed.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
-    python benchmarks/step_speed.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
-    python benchmarks/step_speed.py --only ours-tiny stock-tiny --device cpu         # dry run; `--profile`: step_profile.py
+    python benchmarks/step.py --output step_h200.json                          # all cases, one GPU each at a time
+    python benchmarks/step.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
+    python benchmarks/step.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
+    python benchmarks/step.py --only ours-tiny stock-tiny --device cpu         # dry run; `--profile`: step_profile.py
 
 A case is a process of its own: up to `STEPS` optimizer steps, fewer where `ENOUGH` seconds have passed. `ours-*` is a `QeRLGRPOTrainer`
 with its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape in bf16, the
@@ -14,7 +14,7 @@ same ones for both: only the update's seconds mean something then. The adapter h
 Every phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or merged weights
 into the engine), `reward`, `scoring` (what a rollout's log-probabilities and advantages take), and `update`, which is all else of a step.
 `garbage` is what Python's collector took of a step, within its phases, and `passes` how many forward passes over the trained model it made.
-`median` is over the steps from the third on. `profiles` in the file are of steps that were traced, with the commit of each. `update_and_scoring` is what the issue's "update" was measured as.
+`median` is over the steps from the third on. `profiles` in the file are of steps that were traced, with the commit of each.
 
 `measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` the
 process sees a GPU of that many GiB, and torch's allocator is limited to them (not where the engine sleeps: torch counts a KV cache that is
@@ -23,36 +23,36 @@ not there then).
 
 import argparse
 import dataclasses
-import gc
+import functools
 import json
+import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import about
-import plan_check
+import common
 import step_profile
-from plan_check import GIB, Peak, fill_completions, show_a_card_of, tokenizer
-from process_groups import free_ports
 
-from qerl_trl.memory.plan import MemoryPlan
-from qerl_trl.memory.workload import Lengths, workload_of
+from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
+from qerl_trl.memory.workload import Lengths, Workload, workload_of
 
 STEPS, ENOUGH = 5, 150
-#: seconds that one case may take, and all of them together
-LIMIT, TOTAL = 230, 570
+#: seconds that one case may take, all of them together, and before whose end none is started
+LIMIT, TOTAL, LAST = 230, 570, 90
 PROMPT, RANK, GENERATIONS = 256, 32, 8
 #: steps that are not counted: compilation, autotuning, the first growth of the allocator
 WARM = 2
 #: tokens of a ragged completion: exp of a normal variable with this standard deviation, of this mean, up to this many
 SPREAD, MEAN = 0.8, 250
+#: tokens that the engine really generates where completions are filled
+GENERATED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,58 +89,154 @@ CASES = {
     **_both("7b-ragged", "7b", 64, 1024, 8, ragged=True),
     **_both("7b-8x512", "7b", 8, 512, 8),
 }
-#: not among those that are measured by default
-FURTHER = {
-    "ours-7b-64x512-bf16": Case("ours", "7b", 64, 512, 64, base_format="bf16"),
-    "ours-7b-8x512-bf16": Case("ours", "7b", 8, 512, 8, base_format="bf16"),
-    "ours-7b-64x512-micro8": Case("ours", "7b", 64, 512, 8),
-    "ours-7b-64x512-checkpointing": Case("ours", "7b", 64, 512, 64, options=(("gradient_checkpointing", True),)),
-    "stock-7b-64x512-micro16": Case("stock", "7b", 64, 512, 16, base_format="bf16"),
-    "ours-7b-8x512-checkpointing": Case("ours", "7b", 8, 512, 8, options=(("gradient_checkpointing", True),)),
-    "ours-32b-8x512-48gib-checkpointing": Case(
-        "ours", "32b", 8, 512, 8, cap=48.0, options=(("gradient_checkpointing", True),)
-    ),
-    # as qwen2.5-7b.yaml has it, where the greatest length is many times that of a completion
-    **_both("7b-ragged-8192", "7b", 128, 8192, 4, ragged=True),
-    "ours-7b-ragged-padded": Case("ours", "7b", 64, 1024, 8, ragged=True, options=(("padding_free", False),)),
-    # Llama-3-70B's shape, in one GPU's memory alone: nothing of it is written to a disk
+#: those that are measured only by name. 70b: Llama-3-70B's shape, in one GPU's memory alone: nothing of it is written to a disk
+ALL = CASES | {
     "ours-70b-8x512": Case("ours", "70b", 8, 512, 8, options=UNTRAINED),
-    # the whole model, as transformers' Trainer compiles it
-    "stock-7b-8x512-compile": Case("stock", "7b", 8, 512, 8, base_format="bf16", options=(("torch_compile", True),)),
-    "stock-tiny-compile": Case("stock", "dry", 8, 12, 4, base_format="bf16", options=(("torch_compile", True),)),
     **_both("tiny", "dry", 8, 12, 4),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
 }
-ALL = CASES | FURTHER
-#: of every process that measures
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}  # fmt: skip
 #: compiled code is kept between runs, as it is for a user; everything else of a case is in a folder of its own
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
 
 
+# --- also of memory.py, checks_cost.py and faults_gpu.py ---------------------------------------------------------------------------------
+
+
+class Peak:
+    """The most that this process takes of the GPU, in all and in each phase, looked at every so many seconds."""
+
+    def __init__(self, every: float = 0.01) -> None:
+        import pynvml
+
+        self._every = every
+        pynvml.nvmlInit()
+        rank = int(os.environ.get("LOCAL_RANK", "0"))  # of several processes each has a GPU
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = devices.split(",")[rank] if devices else str(rank)
+        named = pynvml.nvmlDeviceGetHandleByIndex if visible.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        self._nvml, self._handle = pynvml, named(int(visible) if visible.isdigit() else visible)
+        self.phase, self.bytes = "load", dict[str, int]()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def now(self) -> int:
+        """
+        Raises:
+            `RuntimeError`: NVML does not show this process.
+        """
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
+        raise RuntimeError("NVML does not show this process; run outside of a container with its own process ids.")
+
+    def _watch(self) -> None:
+        while True:
+            self.bytes[self.phase] = max(self.bytes.get(self.phase, 0), self.now())
+            time.sleep(self._every)
+
+
+def show_a_card_of(size: int, peak: Peak) -> None:
+    """Runs side by side each see a GPU of their own: `torch.cuda.mem_get_info` counts this process only."""
+    import torch
+
+    def of_that_size(device: Any = None) -> tuple[int, int]:
+        return max(0, size - peak.now()), size
+
+    torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = of_that_size
+
+
+def tokenizer() -> Any:
+    """One token per word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(400)} | {"<eos>": 400, "<pad>": 401}
+    built = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, eos_token="<eos>", pad_token="<pad>", unk_token="w0", padding_side="left"
+    )
+
+
+def prompts(longest: int, count: int = 64) -> Any:
+    """Of `longest` tokens each."""
+    from datasets import Dataset
+
+    draw = random.Random(0)
+    texts = [" ".join(f"w{draw.randrange(400)}" for _ in range(longest)) for _ in range(count)]
+    return Dataset.from_dict({"prompt": texts})
+
+
+def plan_of_shape(size: str, work: Workload, gpu: Gpu | None) -> MemoryPlan:
+    """From the shape alone, as `qerl-trl plan` does it; `size` of `models.CONFIGS`."""
+    from models import folder
+
+    from qerl_trl.memory.formulas import shape_of
+
+    return plan_run(shape_of(folder(size)), work, gpu)
+
+
+def trainer_of(size: str, settings: dict[str, Any], data: Any, device: str, stock: bool = False, callbacks: Any = ()):
+    """A trainer on a random model that is on no disk, with a rank-32 adapter on every linear layer."""
+    import models
+    from peft import LoraConfig
+
+    dense = stock or settings.get("base_format") == "bf16"
+    model, folder, words = models.packed_model(size, device, dense=dense), models.folder(size), tokenizer()
+    words.save_pretrained(folder)
+    model.config._name_or_path = folder
+    common: dict[str, Any] = {
+        "model": model,
+        "reward_funcs": lambda completions, **kwargs: [random.random() for _ in completions],
+        "train_dataset": data,
+        "processing_class": words,
+        "peft_config": LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
+        "callbacks": list(callbacks),
+    }
+    if not stock:
+        from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+
+        return QeRLGRPOTrainer(args=QeRLConfig(**settings), **common)
+    import trl.generation.vllm_generation as generation
+    from trl import GRPOConfig, GRPOTrainer
+
+    if settings["use_vllm"]:  # its weights come with the first sync; nothing of them is on disk
+        generation.LLM = functools.partial(generation.LLM, load_format="dummy")
+    return GRPOTrainer(args=GRPOConfig(**settings), **common)
+
+
+def fill_completions(trainer: Any, sequences: int, lengths: Callable[[int], list[int]]) -> None:
+    """Let the engine generate a few tokens for as many prompts as it has sequences, and fill the completions with random tokens.
+
+    Args:
+        lengths: of so many completions, in tokens.
+    """
+    generation = trainer.vllm_generation
+    generate, draw = generation.generate, random.Random(1)
+
+    def filled(prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple:
+        wanted = lengths(len(prompts))
+        generation.max_completion_length = min(GENERATED, *wanted)
+        repeats = -(-sequences // len(prompts))
+        output = generate(prompts * repeats, images, num_generations, profiler)
+        ids, completions, logps, *rest = (part[: len(prompts)] if part is not None else None for part in output)
+        completions = [
+            [*c, *(draw.randrange(400) for _ in range(n - len(c)))] for c, n in zip(completions, wanted, strict=True)
+        ]
+        logps = [[*own, *([-6.0] for _ in range(n - len(own)))] for own, n in zip(logps, wanted, strict=True)]
+        return ids, completions, logps, *rest
+
+    generation.generate = filled
+
+
+# --- one case, in a process of its own ---------------------------------------------------------------------------------------------------
+
+
 def ragged_lengths(longest: int, seed: int = 0) -> Iterator[int]:
     """Tokens per completion, log-normal, from 1 to `longest`; the mean falls a little short of `MEAN` where the tail is cut."""
-    import math
-
     draw = random.Random(seed)
     while True:
         mean = min(MEAN, longest // 4)
         yield max(1, min(longest, round(draw.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD))))
-
-
-# --- one case, in a process of its own -----------------------------------------------------------------------------------------------
-
-
-def dataset(count: int = 256) -> Any:
-    from datasets import Dataset
-
-    draw = random.Random(0)
-    prompts = [" ".join(f"w{draw.randrange(400)}" for _ in range(PROMPT)) for _ in range(count)]
-    return Dataset.from_dict({"prompt": prompts})
 
 
 def settings(case: Case, cpu: bool) -> dict[str, Any]:
@@ -169,57 +265,14 @@ def plan_of(case: Case) -> MemoryPlan:
 
     args = QeRLConfig(**settings(case, cpu=False) | {"use_cpu": True, "bf16": False})
     work = workload_of(args, Lengths(PROMPT, case.new), lora_rank=RANK)
-    gpu = plan_check.Gpu.of_gib(case.cap or 139.8)
-    return plan_check.plan_of_shape(case.size, work, gpu)
+    return plan_of_shape(case.size, work, Gpu.of_gib(case.cap or 139.8))
 
 
 def build_trainer(case: Case, device: str, callback: Any) -> Any:
-    import rollout_models
-    from peft import LoraConfig
-
-    model = rollout_models.packed_model(case.size, device, dense=case.base_format == "bf16")
-    folder = rollout_models.folder(case.size)
-    words = tokenizer()
-    words.save_pretrained(folder)
-    model.config._name_or_path = folder
-    cpu = device == "cpu"
-    options = settings(case, cpu)
-    common: dict[str, Any] = {
-        "model": model,
-        "reward_funcs": lambda completions, **kwargs: [random.random() for _ in completions],
-        "train_dataset": dataset(),
-        "processing_class": words,
-        "peft_config": LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
-        "callbacks": [callback],
-    }
-    if case.who == "ours":
-        from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-
-        if cpu:
-            options |= {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
-        return QeRLGRPOTrainer(args=QeRLConfig(**options), **common)
-    import functools
-
-    import trl.generation.vllm_generation as generation
-    from trl import GRPOConfig, GRPOTrainer
-
-    if options["use_vllm"]:  # its weights come with the first sync; nothing of them is on disk
-        generation.LLM = functools.partial(generation.LLM, load_format="dummy")
-    return GRPOTrainer(args=GRPOConfig(**options), **common)
-
-
-class Garbage:
-    """Seconds that Python's collector took since somebody set them to zero."""
-
-    def __init__(self) -> None:
-        self.seconds, self._began = 0.0, 0.0
-        gc.callbacks.append(self)
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            self.seconds += time.perf_counter() - self._began
+    options = settings(case, device == "cpu")
+    if device == "cpu" and case.who == "ours":
+        options |= {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
+    return trainer_of(case.size, options, prompts(PROMPT, 256), device, case.who == "stock", [callback])
 
 
 def measure(
@@ -241,7 +294,7 @@ def measure(
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows: list[dict[str, float]] = []
 
-    garbage, passes, row = Garbage(), [0], dataclasses.asdict(case)
+    garbage, passes, row = common.Garbage(), [0], dataclasses.asdict(case)
     trace = step_profile.StepTrace(device) if profile else None
 
     class Clock(TrainerCallback):
@@ -314,62 +367,9 @@ def measure(
     return row
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------------------------
-
-
-def run_all(
-    names: list[str],
-    device: str,
-    gpus: list[int],
-    keep: Callable[[dict[str, Any]], None],
-    profile: bool = False,
-    limit: float = LIMIT,
-) -> None:
-    """Start the cases, one per GPU at a time; `keep` gets each row as it comes."""
-    waiting, free, started = list(names), list(gpus), time.monotonic()
-    running: dict[str, tuple[subprocess.Popen[str], Path, float, int]] = {}
-    place = Path(tempfile.mkdtemp())
-    while waiting or running:
-        now = time.monotonic()
-        while waiting and free and now - started < TOTAL - 90:
-            name, gpu = waiting.pop(0), free.pop(0)
-            folder = place / name
-            folder.mkdir()
-            environment = CACHES | os.environ | ENVIRONMENT | {
-                "MASTER_PORT": str(free_ports(1)[0]), "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": str(gpu),
-            }  # fmt: skip
-            environment |= step_profile.environment(folder) if profile else {}
-            log = (place / f"{name}.log").open("w")
-            command = [sys.executable, __file__, "--worker", name, "--device", device, *["--profile"] * profile]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
-            running[name] = process, place / f"{name}.log", now, gpu
-        for name, (process, log_file, since, gpu) in list(running.items()):
-            late = now - since > limit or now - started > TOTAL
-            if process.poll() is None and late:
-                process.kill()
-                process.wait()
-            if process.poll() is None:
-                continue
-            lines = log_file.read_text().splitlines()
-            found = next((line for line in lines if line.startswith("RESULT ")), None)
-            if found:
-                row = {"name": name, **json.loads(found.removeprefix("RESULT "))}
-            else:
-                why = "time" if late else [line for line in lines if "Error" in line][-3:]
-                row = {"name": name, "failed": why, "last_lines": lines[-5:]}
-            keep(row)
-            del running[name]
-            free.append(gpu)
-        if waiting and not running and time.monotonic() - started >= TOTAL - 90:
-            for name in waiting:
-                keep({"name": name, "failed": "time"})
-            break
-        time.sleep(0.5)
-
-
 def line(row: dict[str, Any]) -> str:
     if "failed" in row:
-        return f"{row['name']:<28} failed: {row['failed']} {row.get('last_lines', '')}"
+        return f"{row['name']:<28} failed: {row['failed']} {row.get('last_lines', '')[-5:]}"
     median = row["median"]
     phases = "  ".join(f"{name} {median[name]:.3f}" for name in ("rollout", "sync", "reward", "scoring", "update"))
     plan = f", planned {row['planned_gib']:.1f}" if "planned_gib" in row else ""
@@ -381,9 +381,8 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ALL)
-    parser.add_argument("--gpus", type=int, nargs="+", help="Indices of the GPUs to use. Default: all.")
-    parser.add_argument("--plan", action="store_true", help="Print the plans of our cases and stop.")
+    parser.add_argument("--only", nargs="+", choices=ALL, default=list(CASES))
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="Indices of the GPUs to use.")
     parser.add_argument("--profile", action="store_true", help="Trace one more step of each case.")
     parser.add_argument("--limit", type=float, default=LIMIT, help="Seconds for one case.")
     parser.add_argument("--device", default="cuda")
@@ -392,41 +391,39 @@ def main() -> int:
     parser.add_argument("--worker", choices=ALL, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        row = measure(ALL[options.worker], options.device, profile=options.profile)
-        print("RESULT " + json.dumps(row), flush=True)
-        os._exit(0)  # vLLM's own end can hang
-    names = options.only or list(CASES)
-    if options.plan:
-        for name in names:
-            case = ALL[name]
-            if case.who == "ours":
-                plan = plan_of(case)
-                print(f"{name}\n{plan.table()}\n{plan.verdict()}\n")
-        return 0
-
-    import torch
-
-    gpus = options.gpus or list(range(max(1, torch.cuda.device_count())))
-    origin = about.head(options.device, options.commit)
+        common.give(measure(ALL[options.worker], options.device, profile=options.profile))
+    origin = common.head(options.device, options.commit)
     record: dict[str, Any] = {"step": []}
     if options.output is not None and options.output.exists():
         record = json.loads(options.output.read_text())
-    failed = []
+    free, of, failed, place = list(options.gpus), dict[str, int](), 0, Path(tempfile.mkdtemp())
 
-    def keep(row: dict[str, Any]) -> None:
+    def start(name: str) -> tuple[list[str], dict[str, str]]:
+        of[name], folder = free.pop(0), place / name
+        folder.mkdir()
+        environment = CACHES | common.ENVIRONMENT | {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "MASTER_PORT": str(common.free_ports(1)[0]), "TMPDIR": str(folder),
+            "CUDA_VISIBLE_DEVICES": str(of[name]),
+        }  # fmt: skip
+        environment |= step_profile.environment(folder) if options.profile else {}
+        worker = [__file__, "--worker", name, "--device", options.device, *["--profile"] * options.profile]
+        return [sys.executable, *worker], environment
+
+    names = list(options.only)
+    for name, row in common.results_of(names, start, lambda *_: bool(free), options.limit, TOTAL, LAST):
+        if name in of:
+            free.append(of[name])
+        row["name"] = name
         print(line(row), flush=True)
-        failed.extend([row["name"]] if "failed" in row else [])
+        failed += "failed" in row
         if "profile" in row:  # stays where it is when the case is timed again without one
-            traced = [old for old in record.get("profiles", []) if old["name"] != row["name"]]
-            part = {"name": row["name"], "profile": row.pop("profile"), "commit": origin["commit"]}
+            traced = [old for old in record.get("profiles", []) if old["name"] != name]
+            part = {"name": name, "profile": row.pop("profile"), "commit": origin["commit"]}
             record["profiles"] = sorted([*traced, part], key=lambda row: list(ALL).index(row["name"]))
-        record["step"] = [old for old in record["step"] if old["name"] != row["name"]] + [row | origin]
+        record["step"] = [old for old in record["step"] if old["name"] != name] + [row | origin]
         record["step"].sort(key=lambda row: list(ALL).index(row["name"]))
-        if options.output is not None:
-            options.output.write_text(json.dumps(record, indent=1) + "\n")
-
-    run_all(names, options.device, gpus, keep, options.profile, options.limit)
-    return int(bool(failed))
+        common.save(record, options.output)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import acceptance as acceptance_runs  # noqa: E402
-import demo_real  # noqa: E402
-import embedded_arms  # noqa: E402
-import examples_learning  # noqa: E402
 import faults_gpu_cases  # noqa: E402
 import kernel_tables  # noqa: E402
+import learning  # noqa: E402
 import multi_gpu_tables  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
@@ -148,19 +146,19 @@ def _family_and_size(config: str | Path) -> tuple[str, float]:
 
 
 def embedded() -> str:
-    record = json.loads(embedded_arms.RESULTS.read_text())
+    record = json.loads(learning.ARMS_RESULT.read_text())
     first = record["runs"][0]
     versions = {name: first["versions"][name] for name in ("torch", "trl")}
     return (
-        f"{embedded_arms.table(record)}\n\n{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent; "
-        f"{speed_tables.measured_by(embedded_arms.RESULTS, first['device'], [record['commit']], **versions)}."
+        f"{learning.arms_table(record)}\n\n{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent; "
+        f"{speed_tables.measured_by(learning.ARMS_RESULT, first['device'], [record['commit']], **versions)}."
     )
 
 
 def small_examples() -> str:
     """What words, a tool call and a game learn on a CPU."""
-    record, source = json.loads(examples_learning.RESULTS.read_text()), examples_learning.RESULTS.relative_to(ROOT)
-    return f"{examples_learning.table(record)}\n\n`{record['command'].replace('examples/benchmarks/', 'benchmarks/')}`, [{source.name}]({source})."
+    record, source = json.loads(learning.EXAMPLES_RESULT.read_text()), learning.EXAMPLES_RESULT.relative_to(ROOT)
+    return f"{learning.examples_table(record)}\n\n`{record['command'].replace('examples/benchmarks/examples_learning.py', 'benchmarks/learning.py examples')}`, [{source.name}]({source})."
 
 
 def _device(record: dict[str, Any]) -> str:
@@ -218,6 +216,17 @@ def demo() -> str:
     )
 
 
+def real_model() -> str:
+    """What the documentation shows of `make demo-real`."""
+    if not learning.REAL_RESULT.is_file():
+        return "No whole run is recorded yet."
+    record, source = json.loads(learning.REAL_RESULT.read_text()), learning.REAL_RESULT.relative_to(ROOT)
+    return (
+        f"{learning.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one core; one seed; commit "
+        f"{record['commit'][:7]}, [{source.name}]({source}), by `{record['command']}`."
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "acceptance": acceptance,
     "aims": speed_tables.aims,
@@ -225,7 +234,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards": cards,
     "checks": speed_tables.checks,
     "demo": demo,
-    "demo_real": demo_real.page,
+    "demo_real": real_model,
     "embedded_arms": embedded,
     "humming": kernel_tables.humming,
     "every_size": kernel_tables.every_size,
@@ -286,7 +295,7 @@ if __name__ == "__main__":
         if not check:
             page.write_text(new)
         elif new != page.read_text():
-            sys.exit(f"{page.name} differs from the measurements; run python benchmarks/readme_tables.py")
+            sys.exit(f"{page.name} differs from the measurements; run python benchmarks/tables.py")
     if sorted(seen) != sorted(TABLES):
         sys.exit(
             f"Each of {sorted(TABLES)} needs one place, marked by its begin and end comments; found {sorted(seen)}."
