@@ -295,25 +295,14 @@ def test_launches_that_may_run_at_the_same_time_share_no_scratch_memory(monkeypa
     assert filled == [False] * 4
 
 
-def test_the_table_renders():
-    import subprocess
-    import sys
-
-    result = ROOT / "benchmarks" / "results" / "h200.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "table.py"), str(result)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "| 7B | 1 |" in text
-    assert "NVIDIA H200" in text
-
-
 def test_the_page_says_what_the_batch_invariant_mode_costs(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import table
+    import batch_invariant as mode
 
     result = json.loads((ROOT / "benchmarks" / "results" / "batch_invariant_h200.json").read_text())
     page = (ROOT / "HOW_IT_WORKS.md").read_text()
-    assert table.written(page, result) == page, "run benchmarks/table.py with --page again"
-    assert len(result["layers"]) == page.partition(table.BEGIN)[2].partition(table.END)[0].count("| 7B |")
+    assert mode.written(page, result) == page, "run benchmarks/batch_invariant.py with --page again"
+    assert len(result["layers"]) == page.partition(mode.BEGIN)[2].partition(mode.END)[0].count("| 7B |")
 
 
 def test_the_page_says_where_a_decode_step_goes(monkeypatch):
