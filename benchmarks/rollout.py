@@ -21,12 +21,15 @@ processes as many tokens as a plan chooses where there is room, one of the other
 """
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -139,14 +142,6 @@ def ratios(cases: dict[str, dict[str, Any]], speed: dict[str, dict[str, float]])
     return found
 
 
-def latest(lines: Path) -> dict[str, dict[str, Any]]:
-    """What the processes of a run have written so far: of each case the last line, where it has measured something."""
-    if not lines.exists():
-        return {}
-    found = {case["case"]: case for case in map(json.loads, lines.read_text().splitlines())}
-    return {name: case for name, case in found.items() if case["tokens_per_s"]}
-
-
 def label(size: str) -> str:
     """A model as its publisher writes it; a bare size is Qwen2.5's."""
     return (f"Qwen2.5-{size}" if size[0].isdigit() else size).title()
@@ -254,72 +249,53 @@ def time_syncs(generation: Any, count: int = 10) -> dict[str, list[float]]:
     return {name: [round(1e3 * t, 2) for t in values] for name, values in times.items()}
 
 
-class Turns:
-    """A case's side of `Stage`: says through files in `folder` that it awaits a turn, and waits until it is given. Ends this process, and gives
-    the GPU back, when the one that gives turns is gone."""
-
-    def __init__(self, case: str, folder: Path) -> None:
-        self.case, self.folder, self.parent = case, folder, os.getppid()
-
-    def await_(self, turn: object) -> None:
-        (self.folder / f"{self.case}.{turn}.awaited").touch()
-        while not (self.folder / f"{self.case}.{turn}").exists():
-            if os.getppid() != self.parent:
-                os._exit(1)
-            time.sleep(0.02)
-
-
 def run_case(case: Case, options: argparse.Namespace) -> None:
-    """Adds a line to `options.out` whenever something new is known of the case; the last one counts."""
+    """Do each turn that comes by standard input, and answer with all that is known so far. Ends when the one that gives turns is gone."""
     import vllm.entrypoints.llm
 
-    mine, vocabulary = Turns(case.name, options.rendezvous), model_config(case.size)["vocab_size"]
-    mine.await_(BUILD)
-    started = time.time()
+    vocabulary = model_config(case.size)["vocab_size"]
     # TRL's GRPOTrainer has no other value than that of the others
     step_tokens = options.step_tokens if case.name.startswith("ours") else MAX_BATCHED_TOKENS
-    llm, request, ours = build(case, step_tokens)
     result: dict[str, Any] = {
         "case": case.name,
-        "load_s": round(time.time() - started, 1),
         "step_tokens": step_tokens,
         "vllm": vllm.__version__,
         "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
         "measure_s": 0.0,
         "tokens_per_s": {},
         "left_out": {},
     }
-
-    def write_line() -> None:
-        with open(options.out, "a") as file:
-            file.write(json.dumps(result) + "\n")
-
-    mine.await_(WARM)
-    if ours is not None:
-        result["sync_ms"] = time_syncs(ours)
-    rollout(llm, request, vocabulary, 16, 8)  # a prefill step of full size
-    for batch in case.batches:
-        mine.await_(batch)
+    llm = request = ours = None
+    print("\nRESULT " + json.dumps(result), flush=True)
+    for turn in map(str.strip, sys.stdin):
         started = time.time()
-        why = f"{SECONDS:g} s of measuring were over" if result["measure_s"] >= SECONDS else None
-        if why is None:
-            try:
-                result["tokens_per_s"][batch] = speeds(llm, request, vocabulary, batch, options.repeats)
-            except torch.OutOfMemoryError as error:
-                why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        result["measure_s"] = round(result["measure_s"] + time.time() - started, 1)
-        if why:
-            result["left_out"] |= {rest: why for rest in case.batches if rest >= batch}
+        if turn == BUILD:
+            llm, request, ours = build(case, step_tokens)
+            result["gpu"] = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
+            result["load_s"] = round(time.time() - started, 1)
+        elif turn == WARM:
+            if ours is not None:
+                result["sync_ms"] = time_syncs(ours)
+            rollout(llm, request, vocabulary, 16, 8)  # a prefill step of full size
+        elif turn == LAST and PREFILL in result["tokens_per_s"]:
+            result["prefill_s"] = {PREFILL: round(rollout(llm, request, vocabulary, PREFILL, 1), 4)}
+        elif turn.isdigit() and int(turn) not in result["left_out"]:
+            batch, why = int(turn), None
+            if result["measure_s"] >= SECONDS:
+                why = f"{SECONDS:g} s of measuring were over"
+            else:
+                try:
+                    result["tokens_per_s"][batch] = speeds(llm, request, vocabulary, batch, options.repeats)
+                except torch.OutOfMemoryError as error:
+                    why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            result["measure_s"] = round(result["measure_s"] + time.time() - started, 1)
+            result["left_out"] |= {rest: why for rest in case.batches if why and rest >= batch}
         if DEVICE == "cuda":
             result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 1)
-        write_line()
-        if why:
+        print("\nRESULT " + json.dumps(result), flush=True)
+        if turn == LAST:
             break
-    mine.await_(LAST)
-    if PREFILL in result["tokens_per_s"]:
-        result["prefill_s"] = {PREFILL: round(rollout(llm, request, vocabulary, PREFILL, 1), 4)}
-    write_line()
+    os._exit(0)  # vLLM's own end can hang
 
 
 def speeds(llm, request, vocabulary: int, batch: int, repeats: int) -> list[float]:
@@ -334,69 +310,62 @@ def speeds(llm, request, vocabulary: int, batch: int, repeats: int) -> list[floa
 # --- all of them -------------------------------------------------------------------------------------------------------------------------
 
 
-class Stage:
-    """Processes whose engines are on the GPU side by side: all build, then they get their turns one at a time.
+class Engine:
+    """The process of a case. `found`: its last answer. `failed`: why it gives no more.
 
     Args:
-        saved: called whenever there may be more to save.
         timeout: seconds that a turn may take; then its process is killed.
     """
 
-    def __init__(self, cases: list[Case], folder: Path, running: dict[str, subprocess.Popen], saved, timeout: float):
-        self.cases, self.folder, self.running = cases, folder, running
-        self.saved, self.timeout = saved, timeout
-        self.failed: dict[str, str] = {}
+    def __init__(self, case: Case, command: list[str], port: int, timeout: float) -> None:
+        self.case, self.timeout, self.found, self.failed = case, timeout, dict[str, Any](), ""
+        # TRL's search for a free port is a race between them
+        environment = os.environ | common.ENVIRONMENT | {"MASTER_PORT": str(port)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _await(self, case: str, after: str) -> None:
-        """Returns when the case awaits a turn beyond the given one, or ended."""
-        process, deadline = self.running[case], time.time() + self.timeout
-        while not self._awaited(case) and process.poll() is None:
-            if time.time() > deadline:
-                process.kill()
-                process.wait()
-                self.failed[case] = f"killed after {self.timeout:g} s of its turn `{after}`"
-                break
-            time.sleep(0.05)
-        if process.poll():
-            self.failed.setdefault(case, f"its process ended with {process.poll()} in its turn `{after}`")
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                self._answers.put(json.loads(line.removeprefix("RESULT ")))
+        self._answers.put(None)
 
-    def _awaited(self, case: str) -> set[str]:
-        """Turns that the case awaits, not given yet."""
-        awaited = {path.name.removesuffix(".awaited") for path in self.folder.glob(f"{case}.*.awaited")}
-        return {name.removeprefix(f"{case}.") for name in awaited if not (self.folder / name).exists()}
+    def give(self, turn: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{turn}\n")
+            self.process.stdin.flush()
 
-    def _give(self, case: str, turn: object) -> None:
-        (self.folder / f"{case}.{turn}").touch()
+    def wait(self, turn: object) -> None:
+        """For the answer to a turn."""
+        if self.failed:
+            return
+        try:
+            answer = self._answers.get(timeout=self.timeout)
+        except queue.Empty:
+            self.process.kill()
+            self.failed = f"killed after {self.timeout:g} s of its turn `{turn}`"
+            return
+        if answer is None:
+            self.failed = f"its process ended with {self.process.wait()} in its turn `{turn}`"
+        else:
+            self.found = answer
 
-    def run(self) -> None:
-        names = [case.name for case in self.cases]
-        for name in names:
-            self._await(name, "import")
-        for name in names:
-            self._give(name, BUILD)
-        for name in names:
-            self._await(name, BUILD)
-        for name, turn in [*((name, WARM) for name in names), *turns(self.cases), *((name, LAST) for name in names)]:
-            if str(turn) in self._awaited(name) and self.running[name].poll() is None:
-                self._give(name, turn)
-                self._await(name, str(turn))
-                self.saved()
-        for name in names:
-            try:
-                self.running[name].wait(self.timeout)
-            except subprocess.TimeoutExpired:
-                self.running[name].kill()
-                self.running[name].wait()
-            if code := self.running[name].returncode:
-                self.failed.setdefault(name, f"its process ended with {code} while others had their turns")
-            if name in self.failed:
-                print(f"CASE {name} FAILED: {self.failed[name]}", flush=True)
+    def end(self) -> None:
+        try:
+            self.process.wait(self.timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.failed:
+            print(f"CASE {self.case.name} FAILED: {self.failed}", flush=True)
 
 
-def command(case: Case, options: argparse.Namespace, lines: Path, rendezvous: Path) -> list[str]:
+def command(case: Case, options: argparse.Namespace) -> list[str]:
     """The command line of a case's process."""
     told = {"--case": f"{case.name}:{','.join(map(str, case.batches))}", "--repeats": options.repeats}
-    told |= {"--step-tokens": options.step_tokens, "--rendezvous": rendezvous, "--out": lines}
+    told |= {"--step-tokens": options.step_tokens, "--out": options.out}
     return [sys.executable, __file__, *(str(word) for pair in told.items() for word in pair)]
 
 
@@ -405,37 +374,46 @@ def measure(stages: list[list[Case]], options: argparse.Namespace) -> None:
     before = json.loads(options.out.read_text()) if options.out.exists() else None
     head = common.head(DEVICE, options.commit)
     run_name = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {(head['commit'] or 'unknown')[:7]}"
-    failed: dict[str, str] = {}
-    folder = Path(tempfile.mkdtemp())
-    lines = folder / "cases.jsonl"
-
-    def saved() -> None:
-        written, found = latest(lines), {}
-        for number, stage in enumerate(stages):
-            for case in stage:
-                if case.name not in written:
-                    continue
-                found[case.name] = one = written[case.name]
-                if case.name in failed:
-                    missing = {str(b) for b in case.batches} - one["tokens_per_s"].keys() - one["left_out"].keys()
-                    one["left_out"] |= dict.fromkeys(sorted(missing, key=int), failed[case.name])
-                one["stage"] = number
-        run = {**head, "order": ORDER, "failed": {name: why for name, why in failed.items() if name not in found}}
-        if found:
-            common.save(added(before, run_name, run, found), options.out)
-
-    running = {}
     cases = [case for stage in stages for case in stage]
-    for port, case in zip(common.free_ports(len(cases)), cases, strict=True):
-        # TRL's search for a free port is a race between them
-        environment = os.environ | common.ENVIRONMENT | {"MASTER_PORT": str(port)}
-        running[case.name] = subprocess.Popen(command(case, options, lines, folder), env=environment)
-    for together in stages:
-        stage = Stage(together, folder, running, saved, options.timeout)
-        stage.run()
-        failed |= stage.failed
-        saved()
-    if not latest(lines):
+    ports = common.free_ports(len(cases))
+    engines = {
+        case.name: Engine(case, command(case, options), port, options.timeout)
+        for case, port in zip(cases, ports, strict=True)
+    }
+
+    def save() -> dict[str, dict[str, Any]]:
+        found, failed = {}, {}
+        for number, stage in enumerate(stages):
+            for engine in [engines[case.name] for case in stage]:
+                if not engine.found.get("tokens_per_s"):
+                    failed |= {engine.case.name: engine.failed} if engine.failed else {}
+                    continue
+                one = found[engine.case.name] = engine.found | {"stage": number}
+                missing = {str(b) for b in engine.case.batches} - one["tokens_per_s"].keys() - one["left_out"].keys()
+                why = dict.fromkeys(sorted(missing, key=int), engine.failed) if engine.failed else {}
+                one["left_out"] = one["left_out"] | why
+        if found:
+            run = {**head, "order": ORDER, "failed": failed}
+            common.save(added(before, run_name, run, found), options.out)
+        return found
+
+    for stage in stages:
+        together = [engines[case.name] for case in stage]
+        for engine in together:
+            engine.wait("import")
+        for engine in together:
+            engine.give(BUILD)
+        for engine in together:
+            engine.wait(BUILD)
+        names = [case.name for case in stage]
+        for name, turn in [*((name, WARM) for name in names), *turns(stage), *((name, LAST) for name in names)]:
+            engines[name].give(turn)
+            engines[name].wait(turn)
+            save()
+        for engine in together:
+            engine.end()
+    if not save():
+        failed = {name: engine.failed for name, engine in engines.items()}
         sys.exit(f"Nothing was measured: {failed}. {options.out} is as it was.")
 
 
@@ -525,12 +503,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=240, help="seconds that a build, or a turn, may take")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         run_case(stages_of([options.case])[0][0], options)
-        sys.stdout.flush()
-        os._exit(0)
     if options.worker:
         common.give(drain(options.drain[0]))
     if options.drain:

@@ -141,19 +141,6 @@ def test_a_case_measured_again_replaces_the_old_one_and_is_compared_with_nothing
     assert list(whole["runs"]) == ["2", "3"] and whole["ratios"] == again["ratios"]
 
 
-def test_what_a_run_wrote_before_it_was_cut_off_counts(module, tmp_path):
-    results = module("rollout")
-    lines = tmp_path / "cases.jsonl"
-    assert results.latest(lines) == {}
-    written = [
-        {"case": "ours:7b", "tokens_per_s": {}},
-        {"case": "stock:7b", "tokens_per_s": {}},
-        {"case": "ours:7b", "tokens_per_s": {8: [1.0]}},
-    ]
-    lines.write_text("".join(json.dumps(line) + "\n" for line in written))
-    assert results.latest(lines) == {"ours:7b": {"case": "ours:7b", "tokens_per_s": {"8": [1.0]}}}
-
-
 def test_the_committed_file_says_what_its_cases_say(module):
     results = module("rollout")
     record = json.loads(COMMITTED.read_text())
@@ -166,55 +153,46 @@ def test_the_committed_file_says_what_its_cases_say(module):
 
 #: a case's process without an engine: at `stock-lora` it ends while it measures 32 sequences
 STAND_IN = """
-import json, os, pathlib, socket, sys, time
-case, batches, folder, lines = sys.argv[1], sys.argv[2].split(","), pathlib.Path(sys.argv[3]), sys.argv[4]
+import json, os, pathlib, socket, sys
+case, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 result = {"case": case, "tokens_per_s": {}, "left_out": {}}
 port = os.environ["MASTER_PORT"]
 (folder / f"{case}.port").write_text(port)
 held = socket.create_server(("127.0.0.1", int(port)))
 if case.startswith("ours-slots"):
     sys.exit(4)
-for turn in ["build", "warm", *batches, "last"]:
-    (folder / f"{case}.{turn}.awaited").touch()
-    while not (folder / f"{case}.{turn}").exists():
-        time.sleep(0.01)
-    if turn in batches:
+print("RESULT " + json.dumps(result), flush=True)
+for turn in map(str.strip, sys.stdin):
+    if turn.isdigit():
         if case.startswith("stock-lora") and turn == "32":
             sys.exit(3)
         with open(folder / "order", "a") as file:
             file.write(f"{case} {turn}\\n")
         result["tokens_per_s"][turn] = [float(turn)]
-    with open(lines, "a") as file:
-        file.write(json.dumps(result) + "\\n")
+    print("a line of vLLM's\\nRESULT " + json.dumps(result), flush=True)
+    if turn == "last":
+        break
 """
 
 
-def test_a_run_measures_in_turns_and_keeps_what_an_engine_did_before_it_failed(module, monkeypatch, tmp_path, capfd):
-    speed = module("rollout")
-    folders = []
+@pytest.fixture
+def speed(module, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        module("rollout"), "command", lambda case, options: [sys.executable, "-c", STAND_IN, case.name, str(tmp_path)]
+    )
+    return module("rollout")
 
-    def command(case, options, lines, rendezvous):
-        folders.append(rendezvous)
-        return [
-            sys.executable,
-            "-c",
-            STAND_IN,
-            case.name,
-            ",".join(map(str, case.batches)),
-            str(rendezvous),
-            str(lines),
-        ]
 
-    monkeypatch.setattr(speed, "command", command)
-    out = tmp_path / "out.json"
-    options = argparse.Namespace(out=out, commit="a" * 40, timeout=60)
+def test_a_run_measures_in_turns_and_keeps_what_an_engine_did_before_it_failed(speed, tmp_path, capfd):
+    options = argparse.Namespace(out=tmp_path / "out.json", commit="a" * 40, timeout=60)
     speed.measure([[speed.Case("ours:7b", (8,))]], options)
+    (tmp_path / "order").unlink()
     stages = speed.stages_of(["ours:3b", "stock-merged:3b", "then", "stock-lora:3b", "ours-slots:3b"], "8,32,64")
     speed.measure(stages, options)
-    assert (folders[-1] / "order").read_text().splitlines() == [
+    assert (tmp_path / "order").read_text().splitlines() == [
         "ours:3b 8", "stock-merged:3b 8", "stock-merged:3b 32", "ours:3b 32", "ours:3b 64", "stock-merged:3b 64", "stock-lora:3b 8",
     ]  # fmt: skip
-    record = json.loads(out.read_text())
+    record = json.loads(options.out.read_text())
     assert list(record["cases"]) == ["ours:7b", "ours:3b", "stock-merged:3b", "stock-lora:3b"]
     assert record["ratios"]["ours:3b over stock-merged:3b"] == {"8": 1.0, "32": 1.0, "64": 1.0}
     assert record["ratios"]["ours:3b over stock-lora:3b"] == {"8": 1.0}
@@ -228,23 +206,17 @@ def test_a_run_measures_in_turns_and_keeps_what_an_engine_did_before_it_failed(m
     assert f"CASE stock-lora:3b FAILED: {why}" in capfd.readouterr().out
 
 
-def test_a_run_beside_others_takes_ports_that_nobody_listens_on(module, monkeypatch, tmp_path):
+def test_a_run_beside_others_takes_ports_that_nobody_listens_on(speed, module, monkeypatch, tmp_path):
     """Two runs on two GPUs of a machine took the same ones, and an engine of one was lost."""
-    speed = module("rollout")
-    # as the script leaves it: TRL then searches for a port, as that of every other engine does at the same moment
     monkeypatch.setenv("MASTER_PORT", "0")
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))
     ports = module("common").free_ports(8)
     assert len(set(ports)) == 8
     with contextlib.ExitStack() as held:
         for port in ports:
             held.enter_context(socket.create_server(("127.0.0.1", port)))
         assert not set(ports) & set(module("common").free_ports(8))
-        monkeypatch.setattr(
-            speed, "command", lambda case, options, lines, folder: [sys.executable, "-c", STAND_IN, case.name, "8", str(folder), str(lines)]
-        )  # fmt: skip
         options = argparse.Namespace(out=tmp_path / "out.json", commit="a" * 40, timeout=60)
-        cases = [module("rollout").Case(f"{name}:7b", (8,)) for name in ("ours", "stock-merged", "stock-lora")]
+        cases = [speed.Case(f"{name}:7b", (8,)) for name in ("ours", "stock-merged", "stock-lora")]
         speed.measure([cases], options)
     given = {int((tmp_path / f"{case.name}.port").read_text()) for case in cases}
     assert len(given) == len(cases) and not given & {0, *ports}, "each process has a free one of its own"
