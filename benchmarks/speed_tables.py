@@ -139,9 +139,7 @@ def start() -> str:
     record = json.loads(START.read_text())
     names = {
         "ours": "QeRL trainer, quantized while it loads",
-        "trl": "TRL's trainer, bf16",
         "vllm": "vLLM alone, bf16",
-        "vllm-lora": "vLLM alone, bf16, with its own LoRA",
     }
     rows = ["| | caches | imports, s | engine, s | first token, s |", "|---|---|---:|---:|---:|"]
     for run in record["runs"]:
