@@ -34,10 +34,10 @@ def of_run(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
-def started(*words: str) -> None:
+def started(*words: str, **environment: str) -> None:
     """Run one command of the package, after showing it."""
     print(f"\n$ python {shlex.join(words)}", flush=True)
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
 
 
 # --- arms of the embedded model ----------------------------------------------------------------------------------------------------------
@@ -64,10 +64,10 @@ def kept(arm: str, folder: Path) -> dict[str, Any]:
 
 
 def arms(args: argparse.Namespace) -> None:
-    os.environ |= {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     seeds, scratch = [str(seed) for seed in args.seeds], ROOT / "runs" / "arms"
     told = ["--arms", *ARMS.values(), "--seeds", *seeds, "--output_dir", str(scratch), "--jobs", str(args.jobs)]
-    started("-m", "qerl_trl.cli.main", "arms", "embedded", *told)
+    started("-m", "qerl_trl.cli.main", "arms", "embedded", *told, **environment)
     runs = [kept(name, scratch / f"{arm}-{seed}") for seed in seeds for name, arm in ARMS.items()]
     head = {"command": common.command(), "commit": (common.commit() or "unknown")[:7]}
     record = head | {"threads_per_run": args.threads, "runs_at_a_time": args.jobs, "runs": runs}
@@ -156,7 +156,7 @@ def examples(args: argparse.Namespace) -> None:
     runs = json.loads(EXAMPLES_RESULT.read_text())["runs"] if EXAMPLES_RESULT.is_file() else {}
     for name in args.only:
         folder = ROOT / "runs" / name
-        started(f"examples/{name}.py", "--output_dir", str(folder))
+        started(f"examples/{name}.py", "--output_dir", str(folder), HF_HUB_OFFLINE="1")
         runs[name] = example_record(of_run(folder), args.note)
     ordered = {name: runs[name] for name in EXAMPLES if name in runs}
     content = {"command": "python benchmarks/learning.py examples", "runs": ordered}

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results/probe_separation.json"
+#: healthy probes, and probes of each fault, before training and after it
+SETS, FAULT_SETS = 8, 3
 #: a result that is not of a real engine is not looked at
 FAULTS = (
     "lost",
@@ -83,9 +85,9 @@ def build(args: argparse.Namespace, folder: str) -> Any:
         output_dir=folder, seed=args.seed, use_cpu=cpu, bf16=not cpu, model_init_kwargs={"dtype": "bfloat16"},
         base_format=args.arm, aqn=args.noise, aqn_sigma_start=1e-2, rollout_probe="off", rollout_mismatch_threshold=None,
         use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256, share_weights=not args.unquantized,
-        vllm_engine_kwargs={"enforce_eager": True, "num_gpu_blocks_override": 512} if cpu else {"enforce_eager": args.eager},
+        vllm_engine_kwargs={"enforce_eager": True, "num_gpu_blocks_override": 512} if cpu else {},
         per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=args.updates or 1,
-        learning_rate=args.learning_rate, lr_scheduler_type="constant", report_to="none", save_strategy="no", logging_steps=10,
+        learning_rate=1e-4, lr_scheduler_type="constant", report_to="none", save_strategy="no", logging_steps=10,
         disable_tqdm=True, compile_layers=False,
     )  # fmt: skip
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -161,12 +163,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         def all_of(updates: int) -> None:
             if args.unquantized:
-                for which in range(args.sets):
+                for which in range(SETS):
                     probed("unquantized", updates, which)
                 return
-            for which in range(args.sets):
+            for which in range(SETS):
                 probed(None, updates, which)
-            for which in range(args.fault_sets):
+            for which in range(FAULT_SETS):
                 for fault in FAULTS[: 7 if args.noise else 6]:
                     probed(fault, updates, which)
 
@@ -251,19 +253,12 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--sets", type=int, default=8, help="healthy probes, before training and after it")
-    parser.add_argument("--fault-sets", type=int, default=3, help="probes of each fault, before training and after it")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.table:
-        engines = [
-            e
-            for path in args.table
-            for e in (lambda x: x if isinstance(x, list) else [x])(json.loads(path.read_text()))
-        ]
+        read = [json.loads(path.read_text()) for path in args.table]
+        engines = [engine for found in read for engine in (found if isinstance(found, list) else [found])]
         if args.out:
             args.out.write_text(json.dumps(engines, indent=None, separators=(",", ":")) + "\n")
         print(*table(engines), sep="\n")

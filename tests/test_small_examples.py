@@ -114,7 +114,11 @@ def test_one_example_measured_again_leaves_what_is_known_of_the_others(tmp_path,
         "log_history": [{"reward": 0.25}, {"loss": 1.0}, {"reward": 0.75}],
     }
     (tmp_path / "runs" / "tool_call" / "results.json").write_text(json.dumps(results))
-    stand_ins = {"EXAMPLES_RESULT": tmp_path / "measured.json", "ROOT": tmp_path, "started": lambda *words: None}
+    stand_ins = {
+        "EXAMPLES_RESULT": tmp_path / "measured.json",
+        "ROOT": tmp_path,
+        "started": lambda *words, **more: None,
+    }
     stand_ins["examples_table"] = lambda content: ""  # the old rows here have no accuracy
     for name, instead in stand_ins.items():
         monkeypatch.setattr(learning, name, instead)
