@@ -5,21 +5,17 @@
     python benchmarks/processes.py nodes --output benchmarks/results/two_nodes_cpu.json       # wants root
     python benchmarks/processes.py kills --output benchmarks/results/kill_a_rank_cpu.json
 
-layouts: `examples/grpo_gsm8k.py --config qwen2.5-3b` under torchrun, with vLLM, a tiny model of the recipe's class, a few problems (what is replaced
-is `INSTEAD` of tests/test_recipes.py) and the recipe's own optimizer where a CPU has it or FSDP replaces it. accelerate has FSDP for accelerators only;
-the processes of those rows are taken for some, as in tests/test_sharded.py. A row passes when the process ends with 0 and results.json has the steps, the
-accuracy before and after, and as many devices as processes. `same_after_sigkill`: all processes of a second run were killed when it had a whole
-checkpoint, the same command was given again, and the adapter is the first run's, byte for byte.
+layouts: `examples/grpo_gsm8k.py --config qwen2.5-3b` under torchrun, with vLLM, a tiny model of the recipe's class and a few problems (what is replaced is
+`INSTEAD` of tests/test_recipes.py). accelerate has FSDP for accelerators only; the processes of those rows are taken for some, as in tests/test_sharded.py.
+A row passes when it ends with 0 and results.json has the steps, both accuracies, and as many devices as processes. `same_after_sigkill`: all processes of a
+second run were killed when it had a whole checkpoint, the same command was given again, and the adapter is the first run's, byte for byte.
 
-nodes: does a run on two nodes learn what one process learns from the same batch? A node is a Linux network namespace with its own address, host name
-and /dev/shm, joined to the other one by a virtual cable; without root and `ip` both have the loopback interface, and the record says so (`link`). Each
-launcher is started once per node, with the commands of docs/source/multi_gpu.md. It is the run of tests/test_many_ranks.py. `apart`: distance of its
-adapter from one process's, relative to what that one learned; `logged_apart`: the largest relative difference of what the steps logged; `link_bytes`:
-that went through the cable both ways.
+nodes: does a run on two nodes learn what one process learns from the same batch (tests/test_many_ranks.py)? A node is a Linux network namespace with its
+own address, host name and /dev/shm, joined to the other one by a virtual cable; without root and `ip` both have the loopback interface (`link`). `apart`:
+distance of its adapter from one process's, relative to what that one learned; `logged_apart`: the largest relative difference of what the steps logged.
 
-kills: the embedded default under torchrun is started again and again with the same command, and a random process of two is killed by SIGKILL at a
-random moment, the start included; at last it may end, and its adapter is compared, byte for byte, with that of a twin whom nobody disturbed. `seconds`:
-from the kill until no process is left; `cause`: whether what the agent said names the one that was killed.
+kills: the embedded default under torchrun is started again and again, and a random process of two is killed by SIGKILL at a random moment; at last its
+adapter is compared, byte for byte, with an undisturbed twin's. `seconds`: from the kill until no process is left; `cause`: whether the agent names it.
 """
 
 import argparse
@@ -44,7 +40,6 @@ import common
 from common import ROOT, errors_of, said_in
 
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-Keep = Callable[[dict[str, Any]], None]
 ENVIRONMENT = common.ENVIRONMENT | {
     "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo",
     "QERL_SERVER_SECRET": "of the servers and trainers of this measurement",
@@ -90,7 +85,6 @@ LAYOUTS: dict[str, tuple[int, bool, bool, dict[str, str]]] = {
 KILLED = ("one", "dp", "fsdp2", "fsdp2-tp2")
 STEPS, SAVED, LIMIT = 16, 4, 240.0
 SMALL = {"max_steps": str(STEPS), "save_steps": str(SAVED), "max_completion_length": "16", "eval_problems": "3"}
-#: one KV cache that a CPU can look through in no time
 ENGINE = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 256}
 
 
@@ -354,8 +348,7 @@ SETTINGS = {
     "max_steps": 72, "save_steps": 1, "per_device_train_batch_size": 16, "max_completion_length": 24, "eval_problems": 8,
     "aqn_num_stages": 4, "lora_r": 4, "use_cpu": "true",
 }  # fmt: skip
-#: a process has to be gone after this many seconds
-GONE = 60.0
+GONE = 60.0  # seconds after which a process has to be gone
 #: what torchrun's agent says of the death
 CAUSE = re.compile(r"rank\s*:\s*(\d)[^\n]*\n(?:[^\n]*\n){0,3}?[^\n]*Signal 9")
 
@@ -412,13 +405,6 @@ def kill_once(folder: Path, log: Path, moments: random.Random) -> dict[str, Any]
     return row | {"seconds": seconds, "code": agent.poll(), "cause": cause}
 
 
-def finish(folder: Path, log: Path) -> str:
-    """Let it end; the adapter's SHA-256."""
-    if train(folder, log).wait() != 0:
-        raise RuntimeError(f"The run in {folder} did not end well; its last words: {log.read_text()[-2000:]}")
-    return digest(folder)
-
-
 def kills(options: argparse.Namespace) -> bool:
     record: dict[str, Any] = common.head("cpu") | {"device": f"CPU, {os.cpu_count()} cores, shared"}
     record |= {"settings": SETTINGS, "kills": []}
@@ -430,9 +416,9 @@ def kills(options: argparse.Namespace) -> bool:
             print(json.dumps(record["kills"][-1]), flush=True)
             common.save(record, options.output)
         record["resumed_at"] = newest(folder)
-        disturbed, twin = finish(folder, log), finish(Path(scratch) / "twin", log)
+        ends = [digest(run) for run in (folder, Path(scratch) / "twin") if train(run, log).wait() == 0]
     seconds = [row["seconds"] for row in record["kills"]]
-    record |= {"same_adapter": disturbed == twin, "adapter_sha256": disturbed}
+    record |= {"same_adapter": len(ends) == 2 and ends[0] == ends[1], "adapter_sha256": ends[0] if ends else None}
     record["slowest_end_s"] = None if None in seconds else max(seconds)
     record["causes_named"] = sum(row["cause"] for row in record["kills"])
     common.save(record, options.output)
@@ -443,7 +429,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("layouts", "nodes", "kills"))
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="Of the layouts.")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("processes.json"))
     for hidden in ("--worker", "--model", "--address"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--folder", "--serve"):
@@ -455,8 +441,6 @@ def main() -> int:
         work_on_node(options.folder)
     elif options.worker:
         work_in_layout(options.worker, options.model, str(options.folder), options.address)
-    elif options.output is None:
-        parser.error("--output is missing")
     else:
         return int(not {"layouts": layouts, "nodes": nodes, "kills": kills}[options.what](options))
     return 0
