@@ -336,11 +336,11 @@ def generation(model: nn.Module, *, max_sequences: int, max_length: int, **engin
     args = SimpleNamespace(
         aqn=True, share_weights=True, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4", scale_rule="rtn",
         per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8, bf16=True, fp16=False,
-        vllm_batch_invariant=False, model_init_kwargs=None,
+        vllm_batch_invariant=False, model_init_kwargs=None, rollout_probe="refuse", rollout_probe_steps=0,
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=None, eval_dataset=None,
-        memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
+        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=[], eval_dataset=None,
+        eos_token_ids=[], memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
     )  # fmt: skip
     share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.2)
     return QeRLVLLMGeneration(
