@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from examples.benchmarks import about
+from benchmarks import common
 
 ROOT = Path(__file__).resolve().parents[1]
 #: what decides a table; the tables themselves, the pages and what runs beside them do not
@@ -14,7 +14,7 @@ def commit() -> str:
     """Of what runs, shortened; with a `+` where `CODE` differs from it."""
     asked = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *CODE]
     changed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    return (about.commit() or "unknown")[:7] + ("+" if changed else "")
+    return (common.commit() or "unknown")[:7] + ("+" if changed else "")
 
 
 def commits(known: list[str], whole: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Real shapes as configurations: what the memory model is asked about, without weights, and what examples/benchmarks/ writes with random ones."""
+"""Real shapes as configurations: what the memory model is asked about, without weights, and what benchmarks/ writes with random ones."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ THREE_B = qwen2(2048, 11008, 36, 16, 2, 151936)
 SEVEN_B = qwen2(3584, 18944, 28, 28, 4)
 FOURTEEN_B = qwen2(5120, 13824, 48, 40, 8)
 THIRTY_TWO_B = qwen2(5120, 27648, 64, 40, 8)
-#: Llama-3's, in Qwen2's classes (examples/benchmarks/random_checkpoint.py)
+#: Llama-3's, in Qwen2's classes (benchmarks/models.py)
 SEVENTY_B = qwen2(8192, 28672, 80, 64, 8, 128256)
 
 

@@ -14,9 +14,9 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.shapes import NEWER
 from tests.test_configs import CONFIGS, MODELS
 
-sys.path.insert(0, str(CONFIGS.parent / "benchmarks"))
+sys.path.insert(0, str(CONFIGS.parents[1] / "benchmarks"))
 import acceptance
-import random_checkpoint
+import models
 
 #: one of each family
 FAMILIES = ("qwen3-8b", "llama3.1-8b", "gemma3-12b", "mistral-small-24b", "qwen3.5-9b")
@@ -34,8 +34,8 @@ def test_every_recipe_can_be_started_on_the_card_that_it_names():
 @pytest.mark.parametrize("recipe", FAMILIES)
 def test_a_written_model_is_what_its_users_download(recipe, tmp_path):
     size = f"tiny-{recipe}"
-    random_checkpoint.write_checkpoint(size, tmp_path / "dense", "cpu")
-    config = random_checkpoint.RECIPES[size]
+    models.write_checkpoint(size, tmp_path / "dense", "cpu")
+    config = models.RECIPES[size]
     auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
     model, info = auto.from_pretrained(tmp_path / "dense", output_loading_info=True)
     assert not any(info.values()), info
@@ -55,8 +55,8 @@ def test_a_written_model_is_what_its_users_download(recipe, tmp_path):
 
 @pytest.mark.parametrize("recipe", FAMILIES)
 def test_a_model_written_packed_is_read_packed(recipe, tmp_path):
-    random_checkpoint.write_checkpoint(f"tiny-{recipe}", tmp_path / "packed", "cpu", packed=True)
-    config = random_checkpoint.RECIPES[f"tiny-{recipe}"]
+    models.write_checkpoint(f"tiny-{recipe}", tmp_path / "packed", "cpu", packed=True)
+    config = models.RECIPES[f"tiny-{recipe}"]
     auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
     model = from_pretrained(tmp_path / "packed", model_class=auto)
     layers = [name for name, layer in model.named_modules() if isinstance(layer, NVFP4Linear)]

@@ -1,11 +1,11 @@
-"""examples/benchmarks/checks_cost.py: what a step's checks cost, of steps with and without them; and that there are steps without them."""
+"""benchmarks/checks_cost.py: what a step's checks cost, of steps with and without them; and that there are steps without them."""
 
 import importlib
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture

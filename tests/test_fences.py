@@ -145,8 +145,10 @@ def test_the_trainer_is_a_delta():
     assert {"QeRLMixin", "SavingMixin", "PublishingMixin"} <= set(lines) and sum(lines.values()) <= 500, lines
 
 
-def test_no_script_of_the_examples_is_longer():
-    for file in sorted((PACKAGE.parents[1] / "examples").rglob("*.py")):
+def test_no_script_is_longer():
+    """Of the examples and the benchmarks."""
+    root = PACKAGE.parents[1]
+    for file in sorted([*(root / "examples").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]):
         lines = len(file.read_text().splitlines())
         assert lines <= 450, f"{file.name} has {lines} lines"
 

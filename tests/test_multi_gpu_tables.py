@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "examples/benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULT = BENCHMARKS / "results/multi_gpu_h200x2.json"
 
 
@@ -105,12 +105,12 @@ def test_an_aim_is_judged_by_the_newest_two_of_one_commit(page_of):
 
 
 def test_rows_of_other_numbers_have_names_of_their_own(tables):
-    import multi_gpu
+    import several_gpus
 
-    assert multi_gpu.row_name("ours-dp", "7b") == "ours-dp"
-    assert multi_gpu.row_name("ours-dp", "70b", 64) == "ours-dp-70b-of-64"
-    assert {multi_gpu.row_name(mode, "tiny", 64).partition("-of-")[0] for mode in multi_gpu.MODES} <= set(
-        multi_gpu.ORDER
+    assert several_gpus.row_name("ours-dp", "7b") == "ours-dp"
+    assert several_gpus.row_name("ours-dp", "70b", 64) == "ours-dp-70b-of-64"
+    assert {several_gpus.row_name(mode, "tiny", 64).partition("-of-")[0] for mode in several_gpus.MODES} <= set(
+        several_gpus.ORDER
     )
 
 
@@ -134,7 +134,7 @@ def test_a_twin_of_another_machine_is_told(page_of):
 def test_what_ran_beside_another_run_is_told(tables):
     """The page of whole steps had such times without a word."""
     rows = [row for row in json.loads(tables.STEPS.read_text())["step"] if "beside" in row]
-    whole = (BENCHMARKS.parents[1] / "docs/source/benchmarks.md").read_text()
+    whole = (BENCHMARKS.parent / "docs/source/benchmarks.md").read_text()
     assert rows and all(f"{row['name'].partition('-')[2]}, beside {row['beside']}" in whole for row in rows)
 
 

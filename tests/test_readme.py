@@ -100,26 +100,26 @@ def test_every_config_parses_and_keeps_the_papers_values(path):
 
 
 def test_tables_come_from_the_committed_measurements():
-    script = ROOT / "examples" / "benchmarks" / "readme_tables.py"
+    script = ROOT / "benchmarks" / "tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_demos_seeds_are_collected_from_their_runs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
-    import demo_seeds
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import learning
 
-    committed = json.loads(demo_seeds.RESULT.read_text())
+    committed = json.loads(learning.DEMO_RESULT.read_text())
     folders = [tmp_path / "embedded", tmp_path / "embedded-43", tmp_path / "embedded-44"]
     for folder, run in zip(folders, committed["runs"], strict=True):
         folder.mkdir()
         (folder / "results.json").write_text(json.dumps(run))
-    assert demo_seeds.record(folders, committed["commit"], committed["note"]) == committed
+    assert learning.demo_record(folders, committed["commit"], committed["note"]) == committed
     with pytest.raises(ValueError, match=r"seeds \[42, 42\]"):
-        demo_seeds.record(folders[:1] * 2, "", "")
-    settings = yaml.safe_load((ROOT / demo_seeds.CONFIG).read_text())
-    assert settings["output_dir"] == f"runs/{demo_seeds.DEMO.name}"
-    assert "\t" + demo_seeds.LAUNCH.split(" examples/")[0] in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
+        learning.demo_record(folders[:1] * 2, "", "")
+    settings = yaml.safe_load((ROOT / learning.CONFIG).read_text())
+    assert settings["output_dir"] == f"runs/{learning.DEMO.name}"
+    assert "\t" + learning.LAUNCH.split(" examples/")[0] in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
 
 
 @pytest.mark.parametrize(
@@ -131,19 +131,19 @@ def test_the_demos_seeds_are_collected_from_their_runs(tmp_path, monkeypatch):
     ],
 )
 def test_the_real_demo_says_what_of_its_gain_repairs_the_rounding(bf16, before, after, parts, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
-    import demo_real
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import learning
 
     names = ("untrained_bf16", "untrained_nvfp4", "trained_nvfp4")
     record = {name: {"accuracy": value, "total": 40} for name, value in zip(names, (bf16, before, after), strict=True)}
-    said = demo_real.table({**record, "run": {"steps": 20, "task": "products"}})
+    said = learning.real_table({**record, "run": {"steps": 20, "task": "products"}})
     assert tuple(map(float, re.findall(r"\d+\.\d", said.splitlines()[-1]))) == parts
     settings = yaml.safe_load((ROOT / "examples/configs/smollm2.yaml").read_text())
-    assert settings["output_dir"] == f"runs/{demo_real.RUN.name}"
+    assert settings["output_dir"] == f"runs/{learning.RUN.name}"
 
 
 def test_faults_that_run_again_say_of_which_code_they_are(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import faults_gpu
 
     former = {

@@ -133,9 +133,7 @@ def measured_versions(found: object) -> Iterator[dict[str, str]]:
             yield from measured_versions(part)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "examples/benchmarks/results").glob("*_h[12]00*.json")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*_h[12]00*.json")), ids=lambda p: p.stem)
 def test_the_gpu_constraints_are_the_versions_that_were_measured(path):
     """Unsloth brings an environment of its own."""
     pins = constraints("gpu.txt")

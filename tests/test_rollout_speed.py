@@ -1,15 +1,13 @@
-"""examples/benchmarks/rollout_*.py: the models' shapes, whose turn it is, and what a file of several runs says; engines need a GPU to be measured."""
+"""benchmarks/rollout.py and models.py: the models' shapes, whose turn it is, and what a file of several runs says; engines need a GPU to be measured."""
 
 import argparse
 import contextlib
 import importlib
 import json
-import os
 import socket
 import sys
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from qerl_nvfp4.tune import MODELS
 from qerl_trl.memory.formulas import shape_of
 from qerl_trl.nvfp4.linear import NVFP4Linear
 
-BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COMMITTED = BENCHMARKS / "results/rollout_speed_h200.json"
 
 
@@ -40,7 +38,7 @@ def module(monkeypatch):
     }.items(),
 )  # fmt: skip
 def test_a_shape_has_the_parameters_of_its_model(module, size, billions):
-    models = module("rollout_models")
+    models = module("models")
     shape = shape_of(models.folder(size))
     assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.011)
     assert set(shape.linears) == set(models.linear_shapes(size).values())
@@ -50,7 +48,7 @@ def test_a_shape_has_the_parameters_of_its_model(module, size, billions):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tuned_matrices_are_those_of_the_shape(module, name):
-    projections = module("rollout_models").linear_shapes(name.lower())
+    projections = module("models").linear_shapes(name.lower())
     (q, hidden), (kv, _), (inner, _) = (projections[f"{n}_proj"] for n in ("self_attn.q", "self_attn.k", "mlp.gate"))
     assert (hidden, q, kv, inner) == MODELS[name]
 
@@ -58,12 +56,12 @@ def test_the_tuned_matrices_are_those_of_the_shape(module, name):
 @pytest.mark.parametrize("size", ["7b", "llama-3-8b", "qwen3-8b"])
 def test_trainer_and_engines_build_from_one_configuration(module, monkeypatch, tmp_path, size):
     """With heads that are not as wide together as the hidden states where the model says their width."""
-    models = module("rollout_models")
+    models = module("models")
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1}
-    small |= {"head_dim": 32} if "head_dim" in models.SHAPES[size] else {}
+    small |= {"head_dim": 32} if "head_dim" in models.CONFIGS[size] else {}
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setitem(models.SHAPES, size, models.SHAPES[size] | small)
+    monkeypatch.setitem(models.CONFIGS, size, models.CONFIGS[size] | small)
     model = models.packed_model(size, "cpu")
     of_engines = AutoConfig.from_pretrained(model.name_or_path)
     assert type(model.config) is type(of_engines) and model.config.rope_parameters == of_engines.rope_parameters
@@ -82,20 +80,20 @@ def test_trainer_and_engines_build_from_one_configuration(module, monkeypatch, t
 
 
 def test_a_command_line_names_stages(module):
-    plan = module("rollout_plan")
-    stages = plan.stages_of(["ours:7b", "stock-lora:7b:8:8", "then", "ours:llama-3-8b:512,8"], "8,32", "32")
+    plan = module("rollout")
+    stages = plan.stages_of(["ours:7b", "stock-lora:7b:8", "then", "ours:llama-3-8b:512,8"], "8,32")
     assert stages == [
-        [plan.Case("ours:7b", (8, 32), (32,)), plan.Case("stock-lora:7b", (8,), (8,))],
-        [plan.Case("ours:llama-3-8b", (8, 512), (32,))],
+        [plan.Case("ours:7b", (8, 32)), plan.Case("stock-lora:7b", (8,))],
+        [plan.Case("ours:llama-3-8b", (8, 512))],
     ]
     with pytest.raises(ValueError, match="ours:7b: named more than once"):
-        plan.stages_of(["ours:7b", "then", "ours:7b"], "8", "")
+        plan.stages_of(["ours:7b", "then", "ours:7b"])
     with pytest.raises(ValueError, match="'ours' is no case"):
-        plan.stages_of(["ours"], "8", "")
+        plan.stages_of(["ours"])
 
 
 def test_every_engine_of_a_model_begins_as_often_as_the_others(module):
-    plan = module("rollout_plan")
+    plan = module("rollout")
     batches = (8, 32, 64, 128, 256, 512)
     names = ["ours:7b", "stock-merged:7b", "stock-lora:7b"]
     order = plan.turns([*(plan.Case(name, batches) for name in names), plan.Case("ours:3b", (8,))])
@@ -103,29 +101,6 @@ def test_every_engine_of_a_model_begins_as_often_as_the_others(module):
     for place in range(3):
         assert sorted(name for name, _ in order[place:-1:3]) == sorted(2 * names)
     assert order[-1] == ("ours:3b", 8)
-
-
-def test_a_batch_is_left_out_of_all_engines_of_the_model_that_needs_most(module):
-    plan = module("rollout_plan")
-
-    def gib(case):
-        return max(case.batches) * {"32b": 0.1, "3b": 0.01}[case.size]
-
-    stage = [plan.Case(name, (8, 256, 512)) for name in ("ours:32b", "stock-lora:32b", "ours:3b")]
-    fitted, left = plan.fitting(stage, 60.0, gib)
-    assert [case.batches for case in fitted] == [(8, 256), (8, 256), (8, 256, 512)]
-    assert left["ours:32b"] == left["stock-lora:32b"] and set(left["ours:32b"]) == {"512"} and left["ours:3b"] == {}
-    assert "108 GiB, and 60 are usable" in left["ours:32b"]["512"]
-    assert plan.fitting(stage, None, gib) == (stage, {case.name: {} for case in stage})
-    with pytest.raises(ValueError, match="Write `then` between them"):
-        plan.fitting(stage, 1.0, gib)
-
-
-def test_memory_is_that_of_weights_keys_and_values(module):
-    plan = module("rollout_plan")
-    assert plan.weights_bytes("stock-merged:32b") / 2e9 == pytest.approx(32.76, abs=0.01)
-    assert plan.weights_bytes("ours:32b") == pytest.approx(31.2e9 * 9 / 16 + 2 * 1.56e9, rel=0.01)
-    assert plan.kv_cache_bytes("qwen3-8b", 512) == 512 * 544 * (2 * 36 * 8 * 128 * 2) + 2**30
 
 
 # --- the file
@@ -140,7 +115,7 @@ def run(commit, device="H200"):
 
 
 def test_a_run_adds_to_what_others_measured(module):
-    results = module("rollout_results")
+    results = module("rollout")
     first = results.added(None, "1", run("a"), {"ours:7b": case(at8=[10.0, 30.0]), "stock-merged:7b": case(at8=[10.0])})
     both = results.added(
         first, "2", run("b"), {"ours:3b": case(at8=[5.0]), "stock-lora:3b": case(at8=[2.0], at32=[9.0])}
@@ -155,7 +130,7 @@ def test_a_run_adds_to_what_others_measured(module):
 
 
 def test_a_case_measured_again_replaces_the_old_one_and_is_compared_with_nothing_of_another_run(module):
-    results = module("rollout_results")
+    results = module("rollout")
     names = ("ours:7b", "stock-merged:7b", "stock-lora:7b")
     first = results.added(None, "1", run("a"), {name: case(at8=[10.0], at32=[20.0]) for name in names})
     again = results.added(first, "2", run("a"), {"ours:7b": case(at8=[30.0]), "stock-lora:7b": case(at8=[15.0])})
@@ -166,31 +141,9 @@ def test_a_case_measured_again_replaces_the_old_one_and_is_compared_with_nothing
     assert list(whole["runs"]) == ["2", "3"] and whole["ratios"] == again["ratios"]
 
 
-def test_what_a_run_wrote_before_it_was_cut_off_counts(module, tmp_path):
-    results = module("rollout_results")
-    lines = tmp_path / "cases.jsonl"
-    assert results.latest(lines) == {}
-    written = [
-        {"case": "ours:7b", "tokens_per_s": {}},
-        {"case": "stock:7b", "tokens_per_s": {}},
-        {"case": "ours:7b", "tokens_per_s": {8: [1.0]}},
-    ]
-    lines.write_text("".join(json.dumps(line) + "\n" for line in written))
-    assert results.latest(lines) == {"ours:7b": {"case": "ours:7b", "tokens_per_s": {"8": [1.0]}}}
-
-
-def test_a_file_of_another_kind_is_not_added_to(module, tmp_path):
-    results = module("rollout_results")
-    assert results.read(tmp_path / "none.json") is None
-    former = tmp_path / "former.json"
-    former.write_text(json.dumps({"commit": "a", "cases": {"ours:7b": case(at8=[1.0])}}))
-    with pytest.raises(ValueError, match="no `runs` that its `cases` name"):
-        results.read(former)
-
-
 def test_the_committed_file_says_what_its_cases_say(module):
-    results = module("rollout_results")
-    record = results.read(COMMITTED)
+    results = module("rollout")
+    record = json.loads(COMMITTED.read_text())
     last = list(record["runs"])[-1]
     assert results.added(record, last, record["runs"][last], {}) == record
     assert all(
@@ -200,63 +153,49 @@ def test_the_committed_file_says_what_its_cases_say(module):
 
 #: a case's process without an engine: at `stock-lora` it ends while it measures 32 sequences
 STAND_IN = """
-import json, os, pathlib, socket, sys, time
-case, batches, folder, lines = sys.argv[1], sys.argv[2].split(","), pathlib.Path(sys.argv[3]), sys.argv[4]
+import json, os, pathlib, socket, sys
+case, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 result = {"case": case, "tokens_per_s": {}, "left_out": {}}
 port = os.environ["MASTER_PORT"]
 (folder / f"{case}.port").write_text(port)
 held = socket.create_server(("127.0.0.1", int(port)))
 if case.startswith("ours-slots"):
     sys.exit(4)
-for turn in ["build", "warm", *batches, "last"]:
-    (folder / f"{case}.{turn}.awaited").touch()
-    while not (folder / f"{case}.{turn}").exists():
-        time.sleep(0.01)
-    if turn in batches:
+print("RESULT " + json.dumps(result), flush=True)
+for turn in map(str.strip, sys.stdin):
+    if turn.isdigit():
         if case.startswith("stock-lora") and turn == "32":
             sys.exit(3)
         with open(folder / "order", "a") as file:
             file.write(f"{case} {turn}\\n")
         result["tokens_per_s"][turn] = [float(turn)]
-    with open(lines, "a") as file:
-        file.write(json.dumps(result) + "\\n")
+    print("a line of vLLM's\\nRESULT " + json.dumps(result), flush=True)
+    if turn == "last":
+        break
 """
 
 
-def test_a_run_measures_in_turns_and_keeps_what_an_engine_did_before_it_failed(module, monkeypatch, tmp_path, capfd):
-    with mock.patch.dict(os.environ):
-        speed = module("rollout_speed")
-    plan, results, folders = module("rollout_plan"), module("rollout_results"), []
+@pytest.fixture
+def speed(module, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        module("rollout"), "command", lambda case, options: [sys.executable, "-c", STAND_IN, case.name, str(tmp_path)]
+    )
+    return module("rollout")
 
-    def command(case, options, lines, rendezvous):
-        folders.append(rendezvous)
-        return [
-            sys.executable,
-            "-c",
-            STAND_IN,
-            case.name,
-            ",".join(map(str, case.batches)),
-            str(rendezvous),
-            str(lines),
-        ]
 
-    monkeypatch.setattr(speed, "command", command)
-    out = tmp_path / "out.json"
-    options = argparse.Namespace(out=out, commit="a" * 40, timeout=60)
-    speed.measure([[plan.Case("ours:7b", (8,))]], {"ours:7b": {}}, options)
-    stages = plan.stages_of(["ours:3b", "stock-merged:3b", "then", "stock-lora:3b", "ours-slots:3b"], "8,32,64", "")
-    left = {name: {} for name in ("ours:3b", "stock-lora:3b", "ours-slots:3b")} | {
-        "stock-merged:3b": {"512": "too large"}
-    }
-    speed.measure(stages, left, options)
-    assert (folders[-1] / "order").read_text().splitlines() == [
+def test_a_run_measures_in_turns_and_keeps_what_an_engine_did_before_it_failed(speed, tmp_path, capfd):
+    options = argparse.Namespace(out=tmp_path / "out.json", commit="a" * 40, timeout=60)
+    speed.measure([[speed.Case("ours:7b", (8,))]], options)
+    (tmp_path / "order").unlink()
+    stages = speed.stages_of(["ours:3b", "stock-merged:3b", "then", "stock-lora:3b", "ours-slots:3b"], "8,32,64")
+    speed.measure(stages, options)
+    assert (tmp_path / "order").read_text().splitlines() == [
         "ours:3b 8", "stock-merged:3b 8", "stock-merged:3b 32", "ours:3b 32", "ours:3b 64", "stock-merged:3b 64", "stock-lora:3b 8",
     ]  # fmt: skip
-    record = results.read(out)
+    record = json.loads(options.out.read_text())
     assert list(record["cases"]) == ["ours:7b", "ours:3b", "stock-merged:3b", "stock-lora:3b"]
     assert record["ratios"]["ours:3b over stock-merged:3b"] == {"8": 1.0, "32": 1.0, "64": 1.0}
     assert record["ratios"]["ours:3b over stock-lora:3b"] == {"8": 1.0}
-    assert record["cases"]["stock-merged:3b"]["left_out"] == {"512": "too large"}
     why = "its process ended with 3 in its turn `32`"
     assert record["cases"]["stock-lora:3b"]["left_out"] == {"32": why, "64": why}
     assert list(record["runs"].values())[-1]["failed"] == {
@@ -267,25 +206,18 @@ def test_a_run_measures_in_turns_and_keeps_what_an_engine_did_before_it_failed(m
     assert f"CASE stock-lora:3b FAILED: {why}" in capfd.readouterr().out
 
 
-def test_a_run_beside_others_takes_ports_that_nobody_listens_on(module, monkeypatch, tmp_path):
+def test_a_run_beside_others_takes_ports_that_nobody_listens_on(speed, module, monkeypatch, tmp_path):
     """Two runs on two GPUs of a machine took the same ones, and an engine of one was lost."""
-    with mock.patch.dict(os.environ):
-        speed = module("rollout_speed")
-    # as the script leaves it: TRL then searches for a port, as that of every other engine does at the same moment
     monkeypatch.setenv("MASTER_PORT", "0")
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))
-    ports = module("process_groups").free_ports(8)
+    ports = module("common").free_ports(8)
     assert len(set(ports)) == 8
     with contextlib.ExitStack() as held:
         for port in ports:
             held.enter_context(socket.create_server(("127.0.0.1", port)))
-        assert not set(ports) & set(module("process_groups").free_ports(8))
-        monkeypatch.setattr(
-            speed, "command", lambda case, options, lines, folder: [sys.executable, "-c", STAND_IN, case.name, "8", str(folder), str(lines)]
-        )  # fmt: skip
+        assert not set(ports) & set(module("common").free_ports(8))
         options = argparse.Namespace(out=tmp_path / "out.json", commit="a" * 40, timeout=60)
-        cases = [module("rollout_plan").Case(f"{name}:7b", (8,)) for name in ("ours", "stock-merged", "stock-lora")]
-        speed.measure([cases], {case.name: {} for case in cases}, options)
+        cases = [speed.Case(f"{name}:7b", (8,)) for name in ("ours", "stock-merged", "stock-lora")]
+        speed.measure([cases], options)
     given = {int((tmp_path / f"{case.name}.port").read_text()) for case in cases}
     assert len(given) == len(cases) and not given & {0, *ports}, "each process has a free one of its own"
     record = json.loads((tmp_path / "out.json").read_text())
@@ -293,18 +225,16 @@ def test_a_run_beside_others_takes_ports_that_nobody_listens_on(module, monkeypa
 
 
 def test_a_run_in_which_every_engine_fails_leaves_the_file_as_it_was(module, monkeypatch, tmp_path):
-    with mock.patch.dict(os.environ):
-        speed = module("rollout_speed")
-    plan = module("rollout_plan")
+    speed = module("rollout")
     monkeypatch.setattr(speed, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
     options = argparse.Namespace(out=tmp_path / "out.json", commit="", timeout=60)
     with pytest.raises(SystemExit, match="Nothing was measured"):
-        speed.measure([[plan.Case("ours:7b", (8,))]], {"ours:7b": {}}, options)
+        speed.measure([[speed.Case("ours:7b", (8,))]], options)
     assert not options.out.exists()
 
 
 def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tmp_path):
-    results, tables = module("rollout_results"), module("rollout_tables")
+    results, tables = module("rollout"), module("rollout_tables")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     versions = {"torch": "2", "triton": "3", "vllm": "1"}
     known = {
@@ -332,7 +262,7 @@ def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tm
         },
     )
     path = tmp_path / "results.json"
-    results.write(path, record)
+    path.write_text(json.dumps(record))
     first, merged, slots, prefill, note = tables.rollout(path).split("\n\n")
     assert first.splitlines()[0] == "| Ours, tokens per second, at | 8 | 32 | 512 sequences |"
     assert first.splitlines()[2:] == [

@@ -9,7 +9,7 @@ import pytest
 
 from qerl_trl.checks.learning import SignalMonitor
 
-RESULTS = Path(__file__).parents[1] / "examples" / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The three small examples on a CPU: as scripts they run a few steps, as YAML they are the same task, and the games have rules."""
 
+import argparse
+import importlib
 import json
 import os
 import re
@@ -82,22 +84,26 @@ def test_what_is_asked_of_the_tool_is_held_out():
     assert price(first) + price(second) == int(row["answer"])
 
 
-def test_the_documentation_shows_what_was_measured():
-    table = of("benchmarks/examples_learning", "table")
-    measured = json.loads((EXAMPLES / "benchmarks" / "results" / "examples_cpu.json").read_text())
-    assert table(measured) in (EXAMPLES / "assets" / "README.md").read_text()
+@pytest.fixture
+def learning(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
+    return importlib.import_module("learning")
+
+
+def test_the_documentation_shows_what_was_measured(learning):
+    measured = json.loads(learning.EXAMPLES_RESULT.read_text())
+    assert learning.examples_table(measured) in (EXAMPLES / "assets" / "README.md").read_text()
     assert tuple(measured["runs"]) == NAMES
     for run in measured["runs"].values():
         assert run["difference"]["interval95"][0] > 0 and run["after"]["total"] >= 200
 
 
-def test_one_example_measured_again_leaves_what_is_known_of_the_others(tmp_path, monkeypatch):
-    main = of("benchmarks/examples_learning", "main")
+def test_one_example_measured_again_leaves_what_is_known_of_the_others(tmp_path, monkeypatch, learning):
     known = {"runs": {"letters": {"steps": 60, "commit": "then"}, "tool_call": {"steps": 16, "commit": "then"}}}
     (tmp_path / "measured.json").write_text(json.dumps(known))
-    (tmp_path / "tool_call").mkdir()
+    (tmp_path / "runs" / "tool_call").mkdir(parents=True)
     accuracy = {"accuracy": 0.5, "total": 4}
-    results = dict.fromkeys(main.__globals__["KEPT"]) | {
+    results = dict.fromkeys(learning.KEPT) | {
         "before": accuracy,
         "after": accuracy,
         "difference": {"value": 0.0, "interval95": [-0.1, 0.1]},
@@ -107,12 +113,16 @@ def test_one_example_measured_again_leaves_what_is_known_of_the_others(tmp_path,
         "settings": {},
         "log_history": [{"reward": 0.25}, {"loss": 1.0}, {"reward": 0.75}],
     }
-    (tmp_path / "tool_call" / "results.json").write_text(json.dumps(results))
-    monkeypatch.setitem(main.__globals__, "RESULTS", tmp_path / "measured.json")
-    monkeypatch.setitem(main.__globals__, "table", lambda content: "")  # the old rows here have no accuracy
-    command = f"x --only tool_call --collect {tmp_path} --conditions busy"
-    monkeypatch.setattr(sys, "argv", command.split())
-    main()
+    (tmp_path / "runs" / "tool_call" / "results.json").write_text(json.dumps(results))
+    stand_ins = {
+        "EXAMPLES_RESULT": tmp_path / "measured.json",
+        "ROOT": tmp_path,
+        "started": lambda *words, **more: None,
+    }
+    stand_ins["examples_table"] = lambda content: ""  # the old rows here have no accuracy
+    for name, instead in stand_ins.items():
+        monkeypatch.setattr(learning, name, instead)
+    learning.examples(argparse.Namespace(only=["tool_call"], note="busy"))
     letters, again = json.loads((tmp_path / "measured.json").read_text())["runs"].values()
     assert letters == known["runs"]["letters"], "as it was, with its own commit"
     assert again["steps"] == 8 and again["reward"]["first"] == 0.5

@@ -1,4 +1,4 @@
-"""examples/benchmarks/step_profile.py: what it reads out of a trace, by hand and from torch.profiler itself."""
+"""benchmarks/step_profile.py: what it reads out of a trace, by hand and from torch.profiler itself."""
 
 import importlib
 import time
@@ -13,7 +13,7 @@ BASE = 1_700_000_000_000_000_000
 
 @pytest.fixture
 def profiles(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     return importlib.import_module("step_profile")
 
 

@@ -19,7 +19,7 @@ SMALL = "--max_steps 2 --save_steps 2 --per_device_train_batch_size 16 --eval_pr
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("your_task", ROOT / "examples" / "benchmarks" / "your_task.py")
+    spec = importlib.util.spec_from_file_location("your_task", ROOT / "benchmarks" / "your_task.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

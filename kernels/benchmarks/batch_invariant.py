@@ -1,6 +1,7 @@
 """What the batch-invariant mode costs: a decoder layer's products by what is selected and by the mode, in turns, with an adapter of rank 32.
 
     python kernels/benchmarks/batch_invariant.py --out batch_invariant.json --seconds 240 [--models 7B,1.5B] [--sizes 1,8,64,512,4096]
+    python kernels/benchmarks/batch_invariant.py --out results/batch_invariant_h200.json --page kernels/HOW_IT_WORKS.md    only writes its table
 
 Layers run as in every_size.py: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down in one CUDA graph over rotating layers, without attention.
 `selected_us` and `invariant_us` are whole layers, `bf16_us` the same by cuBLAS bf16 without an adapter, `glue_us` without products;
@@ -15,7 +16,6 @@ how many values differ between a row in this batch and the same row alone: what 
 import argparse
 import functools
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -25,12 +25,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 from compare import commit
-from every_size import RANK, TINY, Layers, shipped, times_us
+from every_size import RANK, TINY, Layers, shipped, times_us, write
+from pages import placed
 
 import qerl_nvfp4
 from qerl_nvfp4 import ops, precompile, reference, select, timing, tune
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 1024, 2048, 4096)
+BEGIN, END = "<!-- batch_invariant: written by benchmarks/batch_invariant.py -->\n", "<!-- end of batch_invariant -->\n"
 CHECKED = 512  # rows of a weight that are compared with the reference
 
 
@@ -135,6 +137,25 @@ def rows_of(model: str, sizes: list[int], l2: int, device: str, deadline: float)
     return rows, failed
 
 
+def written(page: str, result: dict) -> str:
+    """The page with microseconds of a decoder layer by what is selected and in the batch-invariant mode."""
+    lines = [
+        "| model | tokens | selected us | batch-invariant us | that, times selected | bf16 / batch-invariant |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in result["layers"]:
+        times = f"{r['selected_us']:.1f} | {r['invariant_us']:.1f} | {r['cost']:.2f} | {r['ratio']:.2f}"
+        lines.append(f"| {r['model']} | {r['M']} | {times} |")
+    failed = [f"{f['model']} at {f['M']} tokens" for f in result["failed"]]
+    lines += ["", f"Not bit-equal, and not timed: {', '.join(failed)}."] if failed else []
+    about = (
+        f"A decoder layer without its attention, norms and SwiGLU included, CUDA graph replays over rotating weights; rank-{result['lora_rank']} "
+        f"adapter inside ours, none in bf16. Each size was compared bit for bit before it was timed. {result['device']}, torch {result['torch']}, "
+        f"triton {result['triton']}, commit {result['commit'][:7]}."
+    )
+    return placed(page, BEGIN, END, "\n".join([*lines, "", about]) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="batch_invariant.json")
@@ -142,7 +163,11 @@ def main() -> None:
     parser.add_argument("--sizes", default="", help="numbers of tokens")
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--page", type=Path, help="into which only the table is written, from --out")
     args = parser.parse_args()
+    if args.page:
+        args.page.write_text(written(args.page.read_text(), json.loads(Path(args.out).read_text())))
+        return
     begin, on_gpu = time.time(), torch.cuda.is_available()
     if args.dry_run:
         tune.MODELS["tiny"] = TINY
@@ -181,11 +206,7 @@ def main() -> None:
         rows, failed = rows_of(model, sizes, l2, device, begin + args.seconds)
         result["layers"] += rows
         result["failed"] += failed
-        lines = ",\n".join("  " + json.dumps(row) for row in result["layers"])
-        head = json.dumps({k: v for k, v in result.items() if k != "layers"}, indent=1)[:-2]
-        temporary = Path(args.out + ".tmp")
-        temporary.write_text(f'{head},\n "layers": [\n{lines}\n ]\n}}\n')
-        os.replace(temporary, args.out)
+        write(args.out, result)
         if on_gpu:
             torch.cuda.empty_cache()
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s; failed: {len(result['failed'])} sizes")

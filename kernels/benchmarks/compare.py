@@ -5,7 +5,7 @@
 --marlin: the operator library out of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so); its ABI needs the torch
 version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the four matrices of 7B.
 Weights rotate over several times the second-level cache; CUDA graph replays, ours and cuBLAS in turns, median.  Floor = max(bytes / 4.59 TB/s read bandwidth,
-flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a kernel whose check failed.  table.py renders the result.
+flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a kernel whose check failed.
 """
 
 import argparse
@@ -24,10 +24,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 import qerl_nvfp4
-from qerl_nvfp4 import ops, reference, select, tune
-from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, time_us, times_us
+from qerl_nvfp4 import ops, select, tune
+from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, times_us
 
-READ_BANDWIDTH, MATRIX_RATE = 4.59e12, 790e12
+READ_BANDWIDTH, MATRIX_RATE, RANK = 4.59e12, 790e12, 32
 FLOAT4_E2M1F_ID = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
 
 
@@ -186,54 +186,6 @@ class Matrix(tune.Matrix):
         return row
 
 
-def matrix_streams(name: str, N: int, K: int, l2: int) -> dict:
-    """Dequantize and quantize in TB/s read plus written, next to a device-to-device copy of as many bytes."""
-    copies = copies_needed(int(N * K * 2.5625), l2, 12)
-    weights = [random_weight(N, K, i) for i in range(copies)]
-    gs, small = torch.tensor([2048.0], device="cuda"), torch.tensor([2.0**13], device="cuda")
-    dense = [torch.empty(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-    nbytes = N * K * 2.5625
-    halves = [torch.empty(int(nbytes / 4), device="cuda", dtype=torch.bfloat16).normal_() for _ in range(copies + 1)]
-    row = {"matrix": name}
-    row["copy_TBps"] = nbytes / time_us(lambda i: halves[i].copy_(halves[i + 1]), copies) / 1e6
-    row["dequantize_TBps"] = (
-        nbytes / time_us(lambda i: ops._dequantize(*weights[i], gs, torch.bfloat16, dense[i]), copies) / 1e6
-    )
-    if not torch.equal(dense[0][:2048], reference.dequantize(weights[0][0][:2048], weights[0][1][:2048], gs)):
-        print(f"# WRONG dequantize {name}")
-        del row["dequantize_TBps"]
-    for d in dense:
-        d.normal_(0, 0.02)
-    for rule in reference.SCALE_RULES:
-        got = ops._quantize(dense[0][:64], rule, small)
-        truth = reference.quantize(dense[0][:64].cpu(), rule, small.cpu())
-        if torch.equal(got[0].cpu(), truth[0]) and torch.equal(got[1].cpu(), truth[1]):
-            t = time_us(lambda i, rule=rule: ops._quantize(dense[i], rule, small), copies, 3, copies)
-            row[f"quantize_{rule}_TBps"] = nbytes / t / 1e6
-        else:
-            print(f"# WRONG quantize {rule} {name}")
-    row = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
-    print(row, flush=True)
-    return row
-
-
-def norm_stream(M: int, K: int = 3584) -> dict:
-    x = [torch.randn(M, K, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-    w = torch.ones(K, device="cuda")
-    t = time_us(lambda i: qerl_nvfp4.rms_norm(x[i], w, 1e-6, x[-1 - i]), 8)
-    row = {"matrix": f"rms_norm + residual, {M} x {K}", "us": round(t, 2), "TBps": round(M * K * 8 / t / 1e6, 2)}
-    print(row, flush=True)
-    return row
-
-
-def stream_bandwidth(l2: int) -> list[dict]:
-    found = []
-    for name, N, K in (("7B gate_up", 37888, 3584), ("32B gate_up", 55296, 5120), ("7B o", 3584, 3584)):
-        found.append(matrix_streams(name, N, K, l2))
-        torch.cuda.empty_cache()
-    return [*found, norm_stream(64), norm_stream(8192)]
-
-
 def sums(rows: list[dict]) -> list[dict]:
     """Per model and M: the four matrices of one decoder layer."""
     found = []
@@ -274,8 +226,6 @@ def main() -> None:
     parser.add_argument("--ms", default="1,4,8,16,32,64,128,256,512,1024,4096")
     parser.add_argument("--marlin", default="")
     parser.add_argument("--humming", action="store_true")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--no-streams", action="store_true")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--join", type=Path, help="nothing is timed: put a run's humming-kernels into --out")
     args = parser.parse_args()
@@ -295,7 +245,7 @@ def main() -> None:
         (select.choose(N, K, M, 0, True, rank, splits.get((N, K), 1)), N, K, rank)
         for _, N, K in shapes
         for M in tokens
-        for rank in (0, args.rank)
+        for rank in (0, RANK)
     ]
     tune.precompile(jobs, max(1, (os.cpu_count() or 2) - 2))
     import triton
@@ -307,7 +257,7 @@ def main() -> None:
         "commit": commit(),
         "command": " ".join(["compare.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
         "describe": qerl_nvfp4.describe(),
-        "lora_rank": args.rank,
+        "lora_rank": RANK,
         "rows": [],
     }
 
@@ -321,7 +271,7 @@ def main() -> None:
         if time.time() - begin > args.seconds:
             print(f"# time is up before {name}")
             break
-        matrix = Matrix(name, N, K, properties.L2_cache_size, marlin, args.rank)
+        matrix = Matrix(name, N, K, properties.L2_cache_size, marlin, RANK)
         for M in tokens:
             row = matrix.measure(M)
             result["rows"].append(row)
@@ -334,9 +284,6 @@ def main() -> None:
         torch.cuda.empty_cache()
     for s in result.get("sums", []):
         print(s, flush=True)
-    if not args.no_streams:
-        result["streams"] = stream_bandwidth(properties.L2_cache_size)
-        save()
     if args.humming:
         add_humming(result, tokens, save)
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")

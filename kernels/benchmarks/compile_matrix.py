@@ -239,26 +239,6 @@ def compile_all(architectures: list[int], quick: bool) -> list[dict]:
     return rows
 
 
-def table(result: dict) -> list[str]:
-    """Per Triton and architecture: kernels compiled, failed, spilling, and the most shared memory."""
-    lines = [
-        "| Triton | sm | kernel | compiled | failed | with a stack | largest stack | most shared KiB | limit KiB |"
-    ]
-    lines.append("|---|---|---|---:|---:|---:|---:|---:|---:|")
-    for version, rows in result["tritons"].items():
-        groups = collections.defaultdict(list)
-        for row in rows:
-            groups[row["sm"], row["kernel"]].append(row)
-        for (sm, kernel), found in groups.items():
-            good = [row for row in found if "error" not in row]
-            stacks = [row["stack"] for row in good]
-            shared = max((row["shared"] for row in good), default=0) / 1024
-            limit = CARDS[sm][2] // 1024
-            counts = f"{len(good)} | {len(found) - len(good)} | {sum(s > 0 for s in stacks)} | {max(stacks, default=0)}"
-            lines.append(f"| {version} | {sm} | {kernel} | {counts} | {shared:.0f} | {limit} |")
-    return lines
-
-
 def stacks(result: dict) -> str:
     """Whatever uses stack, as a table; only the rows that say something."""
     versions = sorted(result["tritons"])
@@ -335,7 +315,8 @@ def main() -> None:
                 "tritons": old.get("tritons", {}) | {version: rows},
             }
             replace(args.out, one_row_per_line(result))
-        print("\n".join(table(result)))
+        for version, rows in result["tritons"].items():
+            print(f"Triton {version}: {len(rows)} kernels, {sum('error' in row for row in rows)} failed")
 
 
 def one_row_per_line(result: dict) -> str:

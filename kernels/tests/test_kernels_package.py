@@ -295,56 +295,29 @@ def test_launches_that_may_run_at_the_same_time_share_no_scratch_memory(monkeypa
     assert filled == [False] * 4
 
 
-def test_the_table_renders():
-    import subprocess
-    import sys
-
-    result = ROOT / "benchmarks" / "results" / "h200.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "table.py"), str(result)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "| 7B | 1 |" in text
-    assert "NVIDIA H200" in text
-
-
 def test_the_page_says_what_the_batch_invariant_mode_costs(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import table
+    import batch_invariant as mode
 
     result = json.loads((ROOT / "benchmarks" / "results" / "batch_invariant_h200.json").read_text())
     page = (ROOT / "HOW_IT_WORKS.md").read_text()
-    assert table.written(page, result) == page, "run benchmarks/table.py with --page again"
-    assert len(result["layers"]) == page.partition(table.BEGIN)[2].partition(table.END)[0].count("| 7B |")
+    assert mode.written(page, result) == page, "run benchmarks/batch_invariant.py with --page again"
+    assert len(result["layers"]) == page.partition(mode.BEGIN)[2].partition(mode.END)[0].count("| 7B |")
 
 
-def test_the_page_says_where_a_decode_step_goes(monkeypatch):
+def test_the_page_has_the_tables_that_are_made_of_committed_results(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import decode
+    import how_it_works as made
 
-    page = (ROOT / "HOW_IT_WORKS.md").read_text()
-    assert decode.written(page) == page, "run kernels/benchmarks/decode.py --page kernels/HOW_IT_WORKS.md"
-    assert "1.5B's rest is" in decode.text()
-    monkeypatch.setattr(decode, "FAR", 9.0)
-    assert "why is not known" not in decode.text()
-    for row in decode.rows():
+    page = made.PAGE.read_text()
+    assert made.written(page) == page, "run kernels/benchmarks/how_it_works.py --write"
+    assert "1.5B's rest is" in made.decode_text()
+    monkeypatch.setattr(made, "FAR", 9.0)
+    assert "why is not known" not in made.decode_text()
+    for row in made.decode_rows():
         assert 0 < row["floor"] < row["products"] + row["head"] < row["layers"] + row["head"] < row["step"]
         assert abs(row["layers"] + row["head"] + row["rest"] - row["step"]) < 1e-9
-
-
-def test_the_page_says_where_the_products_time_goes(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import where
-
-    result, page = json.loads((ROOT / "benchmarks/results/every_size_h200.json").read_text()), where.PAGE.read_text()
-    assert where.written(page, result) == page, "run kernels/benchmarks/where.py --page kernels/HOW_IT_WORKS.md"
-
-
-def test_the_page_says_what_fp8_activations_could_win(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import w4a8
-
-    result, page = json.loads(w4a8.RESULT.read_text()), w4a8.PAGE.read_text()
-    assert w4a8.written(page, result) == page, "run kernels/benchmarks/w4a8.py --page kernels/HOW_IT_WORKS.md"
-    for row in w4a8.rows(result):
+    for row in made.w4a8_rows(json.loads((made.RESULTS / "h200.json").read_text())):
         assert row["floor"] < row["ours"] < row["with adapter"]
         assert abs(row["floor"] / 2 + row["other"] + row["adapter"] - row["halved"]) < 1e-9
 
@@ -533,7 +506,7 @@ def test_layers_of_what_does_not_work_are_not_timed(every_size, monkeypatch):
 
 def test_the_share_of_the_floor_is_compares_and_says_what_is_missed(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(ROOT.parent / "examples" / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT.parent / "benchmarks")
     import compare
     import kernel_tables
 
@@ -552,7 +525,7 @@ def test_the_share_of_the_floor_is_compares_and_says_what_is_missed(monkeypatch)
 def test_a_result_says_which_humming_kernels_were_timed_and_the_table_reads_it(monkeypatch, tmp_path):
     """The table had the version typed into it, whatever was timed."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(ROOT.parent / "examples" / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT.parent / "benchmarks")
     import compare
     import kernel_tables
 

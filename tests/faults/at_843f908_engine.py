@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
-from examples.benchmarks.faults_gpu_cases import exchanged, scaled, without
+from benchmarks.faults_gpu_cases import exchanged, scaled, without
 
 from tests.faults.doors import MODEL, Lost, case, ends_without, full_disk, trainer
 

@@ -1,4 +1,4 @@
-"""Formulas against counts of real (tiny) models, and against peaks that examples/benchmarks/plan_check.py measured on a GPU."""
+"""Formulas against counts of real (tiny) models, and against peaks that benchmarks/memory.py measured on a GPU."""
 
 import dataclasses
 import json
@@ -166,7 +166,7 @@ def test_adam_on_bf16_weights_keeps_bf16_moments():
     assert formulas.optimizer_bytes("adamw_torch_fused", formulas.ModelBytes(0, 2000, 1000)) == 4000
 
 
-RESULTS = Path(__file__).parents[2] / "examples/benchmarks/results"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 PLANS = json.loads((RESULTS / "memory_h200.json").read_text())
 MEASURED = [row for row in [*PLANS["memory"], *PLANS["before"]] if "measured_gib" in row]
 RECOMPUTE = json.loads((RESULTS / "update_recompute_h200.json").read_text())
@@ -184,7 +184,7 @@ def test_peaks_measured_on_a_gpu_are_planned_from_zero_to_ten_percent_above(meas
 
 
 def test_the_page_names_the_whole_steps_that_are_planned_higher():
-    page = (RESULTS.parents[2] / "docs/source/benchmarks.md").read_text()
+    page = (RESULTS.parents[1] / "docs/source/benchmarks.md").read_text()
     said = page.partition("reached by these.")[2].partition("<!-- begin")[0]
     higher = {name: row["plan_error"] for name, row in STEPS.items() if row.get("plan_error", 0) > 0.1}
     assert higher.keys() == {"ours-7b-8x512", "ours-7b-64x512", "ours-7b-ragged"}
@@ -230,7 +230,7 @@ def test_recomputing_inside_is_planned_as_it_was_measured():
 
 
 def planned_update(record, case, mode):
-    """(shape, workload, bytes in all) of a micro-batch that `update_speed.py` measured."""
+    """(shape, workload, bytes in all) of a micro-batch that `update.py` measured."""
     shape, tokens, completion = formulas.shape_of(SEVEN_B), record["tokens_each"], record["completion_tokens_each"]
     work = Workload(
         batch=record["sequences"], prompt_length=tokens - completion, completion_length=completion, padded=False,

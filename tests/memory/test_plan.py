@@ -371,8 +371,8 @@ def test_a_card_by_name():
 
 def test_the_capped_cases_of_whole_steps_fit_as_they_are(monkeypatch):
     """7B at 64 x 512 into 40 GiB and 32B at 8 x 512 into 26 GiB among them: within the cap, and all completions at a time."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
-    steps = importlib.import_module("step_speed")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    steps = importlib.import_module("step")
     capped = {name: case for name, case in steps.ALL.items() if case.cap is not None}
     assert {"ours-7b-64x512-40gib", "ours-32b-8x512-26gib"} <= capped.keys()
     for name, case in capped.items():

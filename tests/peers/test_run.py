@@ -45,7 +45,7 @@ def test_a_difference_that_nobody_has_explained_is_found():
 
 
 def test_what_is_asked_of_the_adapter_has_a_column_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(run.ROOT / "examples" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(run.ROOT / "benchmarks"))
     import peers_tables
 
     asked = {"outcome": run.ASKED_OF_THE_ADAPTER, "message": "the frozen base has not changed, all that is trained has"}

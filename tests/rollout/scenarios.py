@@ -561,7 +561,7 @@ def compiled(folder: Path) -> dict:
     from qerl_trl.noise.norms import find_noisy_norms
 
     policy = adapter_on(packed(write_model(folder, num_hidden_layers=1)))
-    # no CUDA graphs: in float32 the kernels' plain PyTorch path copies a table to the GPU (rollout_check.py has graphs in bf16)
+    # no CUDA graphs: in float32 the kernels' plain PyTorch path copies a table to the GPU
     g = stub_generation(policy, engine={"enforce_eager": False, "compilation_config": {"cudagraph_mode": "NONE"}})
     results = {"adapter": []}
     for seed in range(2):

@@ -353,8 +353,7 @@ def test_the_shards_of_an_engine_draw_the_same_tokens_whatever_moved_their_gener
 
 @pytest.mark.skipif(
     torch.cuda.is_available(),
-    reason="float32 and torch.compile without graphs: vLLM 0.25.1's own attention kernel (triton_unified_attention) reads out of bounds; "
-    "bfloat16 is measured by examples/benchmarks/rollout_check.py --case compiled",
+    reason="float32 and torch.compile without graphs: vLLM 0.25.1's own attention kernel (triton_unified_attention) reads out of bounds",
 )
 def test_torch_compile_sees_updates_in_place(compiled):
     assert max(compiled["adapter"]) < EXACT

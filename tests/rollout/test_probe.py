@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from examples.benchmarks.faults_gpu_cases import exchanged, scaled, without
+from benchmarks.faults_gpu_cases import exchanged, scaled, without
 from peft import LoraConfig, get_peft_model
 from torch import nn
 

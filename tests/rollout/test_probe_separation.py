@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 import probe_separation  # noqa: E402
 
 ROWS = {row["fault"]: row for row in probe_separation.table(json.loads(probe_separation.RESULT.read_text()))}

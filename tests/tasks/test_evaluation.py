@@ -296,7 +296,7 @@ def test_without_vllm_the_error_names_it(monkeypatch):
 
 
 def harnesses_script() -> types.ModuleType:
-    path = ROOT / "examples" / "benchmarks" / "harnesses.py"
+    path = ROOT / "benchmarks" / "harnesses.py"
     spec = importlib.util.spec_from_file_location("harnesses", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -18,7 +18,7 @@ from qerl_trl.update.batches import LongestPass, TokenBudget, _sequences, _size
 from tests.shapes import SEVEN_B
 from tests.update.test_packing import make  # noqa: F401
 
-BENCHMARKS = Path(__file__).parents[2] / "examples/benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: `before`: of code without it
 BEFORE = json.loads((BENCHMARKS / "results/step_h200.json").read_text())["before"]
 MEASURED = next(row for row in BEFORE if row["name"] == "ours-7b-ragged")
@@ -121,7 +121,7 @@ def rollouts(work):
     """(tokens, completion tokens) of each pass, per rollout of the measured run, as they are dealt and joined."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        from step_speed import ragged_lengths
+        from step import ragged_lengths
     finally:
         sys.path.remove(str(BENCHMARKS))
     lengths, columns = ragged_lengths(work.completion_length), torch.arange(work.completion_length)

@@ -5,7 +5,7 @@ not a guess from its name. Formulas are in the functions' docstrings; M tokens a
 completions, h is the hidden width, f the MLP's, V the vocabulary, q and kv the attention's, and a bf16 number has 2 bytes. T is the longest
 prompt plus the longest completion.
 
-`examples/benchmarks/plan_check.py` measures the sums on a GPU and compares.
+`benchmarks/memory.py` measures the sums on a GPU and compares.
 """
 
 import copy
@@ -30,7 +30,7 @@ from ..update import packing
 from .delta_nets import DeltaNets
 from .workload import MAX_BATCHED_TOKENS, Workload
 
-# What no formula gives; measured on an H200 (examples/benchmarks/results/memory_h200.json)
+# What no formula gives; measured on an H200 (benchmarks/results/memory_h200.json)
 #: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured), and 0.5 GiB that no
 #: measured run may exceed the plan by: the largest model's allocator keeps more in pieces than its share below says
 CONTEXT_BYTES = 1_530_000_000
@@ -45,7 +45,7 @@ GRAPH_BYTES = 400_000
 #: what torch's allocator reserves beyond what is allocated, as a share of the memory that comes and goes; where rows have another length each
 #: time, only because a longest one begins with an empty cache (update/batches.py): measured without that, it was 0.5 of all that was allocated
 ALLOCATOR_SLACK = 0.08
-#: what it reserves further where layers keep their activations, as a share of those (examples/benchmarks/results/step_h200.json)
+#: what it reserves further where layers keep their activations, as a share of those (benchmarks/results/step_h200.json)
 KEPT_SLACK = 0.06
 #: float32 copies of the logits that vLLM's sampler makes (logits, log-probabilities, random numbers)
 SAMPLER_COPIES = 3

@@ -15,7 +15,7 @@ stays alone; and all processes form the same groups, of the largest that any of 
 
 **Longest pass.** torch's allocator keeps freed blocks and gives them to requests that are no larger. Rows have another length each time, so the
 blocks of all shorter rows are too small for a longer one, which takes the memory of its largest tensors anew: ragged completions of 7B reserved
-half as much again as they allocated (`ours-7b-ragged` in examples/benchmarks/results/step_h200.json), more than the plan has for pieces. A
+half as much again as they allocated (`ours-7b-ragged` in benchmarks/results/step_h200.json), more than the plan has for pieces. A
 shorter row takes the blocks of the longest. So [`LongestPass`] empties the cache before each new longest row, about ln(n) times in n passes.
 """
 

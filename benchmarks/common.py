@@ -1,0 +1,259 @@
+"""Shared by the benchmarks: what a record says of its run, and processes that are started, watched and ended."""
+
+import ast
+import contextlib
+import gc
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+#: of every process with an engine in it
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1",
+}  # fmt: skip
+#: a line with which an error ends, of any process
+_ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?|\(.*?\) )*(?:ERROR .*\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
+
+# --- the head of a record ----------------------------------------------------------------------------------------------------------------
+
+
+def command() -> str:
+    """The command line of this process; files and folders of this machine by their names alone."""
+    script, *words = sys.argv
+    names = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *names])
+
+
+def commit(said: str | None = None) -> str | None:
+    """Of the code that runs: what was said (an option, or BENCH_COMMIT where there is no git), else git's; None where nobody knows."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return (
+        said
+        or os.environ.get("BENCH_COMMIT")
+        or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        or None
+    )
+
+
+def machine(device: str) -> str | None:
+    """Eight hex digits, the same for all runs on one machine, whichever of its GPUs they see; None without any."""
+    if device.partition(":")[0] != "cuda":
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    return hashlib.sha256(" ".join(sorted(str(pynvml.nvmlDeviceGetUUID(gpu)) for gpu in gpus)).encode()).hexdigest()[:8]
+
+
+def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:
+    """The first fields of a record: `command`, `commit` (`said`: as there), `device` (so many of them), `machine` and `versions`."""
+    import torch
+
+    from qerl_trl.checkpoint.records import device_name, versions
+
+    return {
+        "command": command(),
+        "commit": commit(said),
+        "device": device_name(torch.device(device)) + (f" x {times}" if times > 1 else ""),
+        "machine": machine(device),
+        "versions": versions(),
+    }
+
+
+def save(record: Any, path: Path | None) -> None:
+    """Whole or not at all; nowhere without a path."""
+    if path is not None:
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
+
+
+class Garbage:
+    """Seconds that Python's collector took since somebody set them to zero."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began = 0.0, 0.0
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+
+
+# --- processes ---------------------------------------------------------------------------------------------------------------------------
+
+
+def give(row: dict[str, Any]) -> None:
+    """The last act of a process that `results_of` waits for; vLLM's own end can hang."""
+    print("\nRESULT " + json.dumps(row), flush=True)
+    os._exit(0)
+
+
+def results_of(
+    waiting: list[Any],
+    start: Callable[[Any], tuple[list[str], dict[str, str]]],
+    may: Callable[[Any, list[Any]], bool] = lambda name, running: not running,
+    limit: float = math.inf,
+    total: float = math.inf,
+    last: float = 0.0,
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Run a process for each name; yield (name, what it gave, or `failed` and `last_lines`) as they end.
+
+    Args:
+        waiting: names; more may be put in while it runs.
+        start: the command of a name, and what its environment has beyond this one.
+        may: whether a name may start beside those that run.
+        limit: seconds for one process. total: for all; none is started in the `last` of them.
+    """
+    running: dict[Any, tuple[subprocess.Popen, Path, float]] = {}
+    logs, begun = Path(tempfile.mkdtemp()), time.monotonic()
+    while waiting or running:
+        for name in list(waiting):
+            if time.monotonic() - begun < total - last and may(name, list(running)):
+                waiting.remove(name)
+                words, environment = start(name)
+                log = logs / f"{len(list(logs.iterdir()))}.log"
+                with log.open("w") as file:
+                    process = subprocess.Popen(
+                        words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment
+                    )
+                running[name] = process, log, time.monotonic()
+        for name, (process, log, since) in list(running.items()):
+            now = time.monotonic()
+            late = now - since > limit or now - begun > total
+            if process.poll() is None and late:
+                process.kill()
+                process.wait()
+            if process.poll() is None:
+                continue
+            del running[name]
+            lines = log.read_text(errors="replace").splitlines()
+            found = next((line for line in lines if line.startswith("RESULT ")), None)
+            if found:
+                row = json.loads(found.removeprefix("RESULT "))
+            else:
+                why = "time" if late else [line for line in lines if "Error" in line][-3:] or f"code {process.poll()}"
+                row = {"failed": why, "last_lines": [line[:600] for line in lines[-25:]]}
+            yield name, row | {"seconds_in_all": round(now - since, 1)}
+        if waiting and not running and time.monotonic() - begun >= total - last:
+            yield from ((name, {"failed": "time", "last_lines": []}) for name in waiting)
+            return
+        time.sleep(0.3)
+
+
+def end(pid: int) -> None:
+    """A process, its group and all that they have started: torch's launcher gives each of its processes a session of its own."""
+    import psutil  # which accelerate needs
+
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=10)  # the next one needs their memory
+
+
+def said_in(log: Path) -> list[str]:
+    lines = log.read_text(errors="replace").splitlines()
+    return [line for line in lines if line.strip() and "<frozen importlib" not in line]
+
+
+def steps_of(log: Path) -> list[dict[str, float]]:
+    """What step.py has printed of the steps so far, of all processes."""
+    steps = []
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("step "):
+            with contextlib.suppress(SyntaxError, ValueError):  # a line that is not whole yet
+                numbers = ast.literal_eval("{" + line.partition(": {")[2])
+                steps.append({phase: round(seconds, 4) for phase, seconds in numbers.items()})
+    return steps
+
+
+def errors_of(lines: list[str]) -> list[str]:
+    """Those with which an error ends."""
+    return [line for line in lines if _ERROR.match(line)]
+
+
+def free_ports(count: int) -> list[int]:
+    """As many ports of this host as nobody listens on, all different."""
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in held]
+    finally:
+        for one in held:
+            one.close()
+
+
+# --- rollout servers ---------------------------------------------------------------------------------------------------------------------
+
+#: sequences that a server has CUDA graphs for; by default a thousand, which takes longer to start
+AT_A_TIME = 64
+
+
+def start_server(spec: Any, gpu: str | None, log: Path, *more: str) -> tuple[subprocess.Popen, str]:
+    """The server that `spec` prints the command of, with further options; its process, and its address."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *shlex.split(spec.serve_command())[2:]]  # fmt: skip
+    return start([*command, "--max-num-seqs", str(AT_A_TIME), *more], gpu, log)
+
+
+def start(command: list[str], gpu: str | None, log: Path) -> tuple[subprocess.Popen, str]:
+    """Start a server on a free port, in a process group of its own, on this GPU."""
+    (port,) = free_ports(1)
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )  # fmt: skip
+    return process, f"http://127.0.0.1:{port}"
+
+
+def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None:
+    """
+    Raises:
+        `RuntimeError`: the server does not answer.
+    """
+    import requests
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(requests.RequestException):  # it does not listen yet
+            if requests.get(url + "/health", timeout=2).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise RuntimeError(f"The server did not start:\n{log.read_text()[-4000:]}")
+
+
+def spec_of(model: str, lora: Any, longest: int) -> Any:
+    """What a trainer with this adapter on this checkpoint asks of its server."""
+    import torch
+    from peft import get_peft_model
+
+    from qerl_trl.model.lora import register_nvfp4_lora
+    from qerl_trl.nvfp4.config import from_pretrained
+    from qerl_trl.rollout.spec import EngineSpec
+
+    base = from_pretrained(model, dtype=torch.bfloat16)
+    return EngineSpec.of(get_peft_model(base, register_nvfp4_lora(lora)), max_model_len=longest)

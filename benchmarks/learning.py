@@ -1,0 +1,277 @@
+"""What is learned on a CPU: by the embedded model in four arms, by `make demo` with several seeds, by the small examples, by a real model.
+
+    python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2            # {bf16, NVFP4} x {noise off, on}, the runs of `qerl-trl arms`
+    python benchmarks/learning.py demo --seeds 43 44                     # `make demo` and the same with further seeds; ten minutes on two cores
+    python benchmarks/learning.py examples --only grid_game              # what is known of the others stays; minutes each
+    python benchmarks/learning.py real [--record]                        # `make demo-real`: SmolLM2-135M-Instruct learns products
+
+Each writes its file in results/ (`real` with --record). The seed decides the adapter's initial values, the order of problems, sampling and noise; the
+pretrained model is the same. A folder of `demo` that holds a finished run is measured again and not trained again: remove it first. `--note` says what
+else the machine did: the seconds are worth nothing without it. `real` says at its end how much of the gain only repairs the rounding to 4 bits: the
+untrained bf16 model is measured, too. The model is from a package (examples/assets/real_model.py); from the Hub it is `qerl-trl train --config smollm2`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+from common import RESULTS, ROOT
+
+sys.path.insert(0, str(ROOT))
+
+
+def of_run(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def started(*words: str, **environment: str) -> None:
+    """Run one command of the package, after showing it."""
+    print(f"\n$ python {shlex.join(words)}", flush=True)
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
+
+
+# --- arms of the embedded model ----------------------------------------------------------------------------------------------------------
+
+ARMS_RESULT = RESULTS / "embedded_arms.json"
+#: name in the table -> arm of `qerl-trl arms`
+ARMS = {"NVFP4 + AQN": "nvfp4", "NVFP4": "nvfp4-no-noise", "bf16 + AQN": "bf16", "bf16": "bf16-no-noise"}
+ARM_CURVES = {
+    "reward": "rewards/correctness_reward/mean",
+    "entropy": "entropy",
+    "sigma": "aqn/sigma",
+    "kl": "rollout/mismatch_kl",
+}
+
+
+def kept(arm: str, folder: Path) -> dict[str, Any]:
+    """What the example wrote, with the log reduced to a few curves."""
+    result = of_run(folder)
+    history = [entry for entry in result.pop("log_history") if "entropy" in entry]
+    result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in ARM_CURVES.items()}
+    for name in ("command", "settings"):  # they name folders of this machine
+        result.pop(name)
+    return {"arm_name": arm, **result}
+
+
+def arms(args: argparse.Namespace) -> None:
+    environment = {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    seeds, scratch = [str(seed) for seed in args.seeds], ROOT / "runs" / "arms"
+    told = ["--arms", *ARMS.values(), "--seeds", *seeds, "--output_dir", str(scratch), "--jobs", str(args.jobs)]
+    started("-m", "qerl_trl.cli.main", "arms", "embedded", *told, **environment)
+    runs = [kept(name, scratch / f"{arm}-{seed}") for seed in seeds for name, arm in ARMS.items()]
+    head = {"command": common.command(), "commit": (common.commit() or "unknown")[:7]}
+    record = head | {"threads_per_run": args.threads, "runs_at_a_time": args.jobs, "runs": runs}
+    common.save(record, ARMS_RESULT)
+    print(arms_table(record))
+
+
+def arms_table(record: dict[str, Any]) -> str:
+    """Markdown: one row per arm, held-out greedy accuracy in percent, mean and every seed."""
+    rows = [
+        "| arm | before | after: mean (seeds) | gain, points | entropy, start -> end | training, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm in ARMS:
+        runs = sorted((run for run in record["runs"] if run["arm_name"] == arm), key=lambda run: run["seed"])
+        if not runs:
+            continue
+        after = [100 * run["after"]["accuracy"] for run in runs]
+        gain = [100 * run["difference"]["value"] for run in runs]
+        worst = min(run["difference"]["interval95"][0] for run in runs)
+        tenth = max(1, len(runs[0]["curves"]["entropy"]) // 10)
+        start = statistics.mean(statistics.mean(run["curves"]["entropy"][:tenth]) for run in runs)
+        end = statistics.mean(statistics.mean(run["curves"]["entropy"][-tenth:]) for run in runs)
+        rows.append(
+            f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} "
+            f"| {statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) "
+            f"| {statistics.mean(gain):+.1f}, sd {statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % bound "
+            f"{100 * worst:+.1f} | {start:.3f} -> {end:.3f} | {statistics.mean(run['train_seconds'] for run in runs):.0f} |"
+        )
+    return "\n".join(rows)
+
+
+# --- the embedded default ----------------------------------------------------------------------------------------------------------------
+
+DEMO_RESULT = RESULTS / "demo.json"
+DEMO = ROOT / "runs" / "embedded"  # output_dir of examples/configs/embedded.yaml
+CONFIG = "examples/configs/embedded.yaml"
+LAUNCH = "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/grpo_gsm8k.py"
+
+
+def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Of what a step logs."""
+    kept = ("step", "reward", "entropy", "aqn/", *names)
+    return [{name: value for name, value in entry.items() if name.startswith(kept)} for entry in history]
+
+
+def demo(args: argparse.Namespace) -> None:
+    subprocess.run(["make", "demo"], cwd=ROOT, check=True)
+    folders = [DEMO]
+    for seed in args.seeds:
+        folders.append(ROOT / "runs" / f"embedded-{seed}")
+        options = ["--config", CONFIG, "--seed", str(seed), "--output_dir", str(folders[-1].relative_to(ROOT))]
+        subprocess.run([*shlex.split(LAUNCH), *options], cwd=ROOT, check=True)
+    common.save(demo_record(folders, (common.commit() or "unknown")[:7], args.note), DEMO_RESULT)
+
+
+def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
+    """What is committed of finished runs.
+
+    Raises:
+        ValueError: two runs have one seed.
+    """
+    runs = [of_run(folder) for folder in folders]
+    for folder, found in zip(folders, runs, strict=True):
+        found["settings"]["model"] = found["settings"]["model"].removeprefix(f"{ROOT}/")
+        found["log_history"] = curves(found["log_history"], "seconds/", "rollout/")
+        if folder.name == DEMO.name:
+            found["command"] = "make demo"
+    seeds = [found["seed"] for found in runs]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"{', '.join(map(str, folders))} have the seeds {seeds}: name each run once.")
+    number = {2: "two", 3: "three", 4: "four", 5: "five"}.get(len(runs), str(len(runs)))
+    what = f"The embedded default with {number} seeds" if len(runs) > 1 else "The embedded default"
+    return {"what": what, "commit": commit, "note": note, "runs": runs}
+
+
+# --- the small examples ------------------------------------------------------------------------------------------------------------------
+
+EXAMPLES_RESULT = RESULTS / "examples_cpu.json"
+EXAMPLES = ("letters", "tool_call", "grid_game")
+KEPT = "task before after difference decoding steps train_seconds seed arm versions command".split()
+SETTINGS = ("learning_rate", "num_generations", "max_completion_length", "aqn_sigma_start")
+
+
+def examples(args: argparse.Namespace) -> None:
+    runs = json.loads(EXAMPLES_RESULT.read_text())["runs"] if EXAMPLES_RESULT.is_file() else {}
+    for name in args.only:
+        folder = ROOT / "runs" / name
+        started(f"examples/{name}.py", "--output_dir", str(folder), HF_HUB_OFFLINE="1")
+        runs[name] = example_record(of_run(folder), args.note)
+    ordered = {name: runs[name] for name in EXAMPLES if name in runs}
+    content = {"command": "python benchmarks/learning.py examples", "runs": ordered}
+    common.save(content, EXAMPLES_RESULT)
+    print(examples_table(content))
+
+
+def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
+    """Of a run's results.json, with the mean reward of its first and last five steps."""
+    rewards = [entry["reward"] for entry in results["log_history"] if "reward" in entry]
+    ends = {"first": rewards[:5], "last": rewards[-5:]}
+    options = results["command"].split()[2:]  # without the paths of this machine
+    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return {
+        **{name: results[name] for name in KEPT},
+        "reward": {name: sum(values) / len(values) for name, values in ends.items()},
+        "settings": {name: results["settings"].get(name) for name in SETTINGS},
+        "command": "python " + " ".join(Path(word).name if "/" in word else word for word in options),
+        "machine": machine + (f"; {note}" if note else ""),
+        "commit": (common.commit() or "unknown")[:7],
+    }
+
+
+def examples_table(content: dict[str, Any]) -> str:
+    """What the documentation shows of it."""
+    rows = [
+        "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, run in content["runs"].items():
+        before, after = (f"{100 * run[when]['accuracy']:.1f} %" for when in ("before", "after"))
+        low, high = (f"{100 * bound:+.1f}" for bound in run["difference"]["interval95"])
+        gain = f"{100 * run['difference']['value']:+.1f} ({low} to {high})"
+        rows.append(
+            f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | {run['train_seconds']:.0f} "
+            f"| {run['machine']} | {run['commit']} |"
+        )
+    return "\n".join(rows)
+
+
+# --- a real model ------------------------------------------------------------------------------------------------------------------------
+
+REAL_RESULT = RESULTS / "demo_real.json"
+RUN = ROOT / "runs" / "products"  # output_dir of examples/configs/smollm2.yaml
+
+
+def real_table(record: dict[str, Any]) -> str:
+    """Untrained in bf16 and in NVFP4, and trained; what of the gain is repair."""
+    bf16, before, after = (record[name]["accuracy"] for name in ("untrained_bf16", "untrained_nvfp4", "trained_nvfp4"))
+    repair = max(min(after, bf16) - before, 0)
+    shown = {"bf16, untrained": bf16, "NVFP4, untrained": before, f"NVFP4, after {record['run']['steps']} steps": after}
+    rows = [
+        f"| SmolLM2-135M-Instruct, {record['run']['task']} | held out, of {record['trained_nvfp4']['total']} |",
+        "|---|---:|",
+    ]
+    rows += [f"| {name} | {100 * value:.1f} % |" for name, value in shown.items()]
+    return (
+        "\n".join(rows)
+        + f"\n\nOf the gain of {100 * (after - before):.1f} points, {100 * repair:.1f} repair what the rounding to 4 "
+        f"bits lost, and {100 * (after - before - repair):.1f} go beyond the untrained bf16 model."
+    )
+
+
+def real(args: argparse.Namespace) -> None:
+    from examples.assets import real_model
+
+    from qerl_trl.support.recipes import config_file, contents
+
+    if REAL_RESULT.is_file():
+        known = json.loads(REAL_RESULT.read_text())
+        minutes = f"{known['cpu_seconds'] / 60:.0f} minutes of one core ({known['run']['device']})"
+        print(f"This takes about {minutes}.", flush=True)
+    begun, gguf = time.monotonic(), args.gguf or real_model.gguf_file()
+    model, untrained = str(real_model.folder_of(gguf)), RUN.with_name("products-bf16.json")
+    untrained.parent.mkdir(exist_ok=True)
+    longest = contents(config_file("smollm2"))["max_completion_length"]
+    task = ("--task", "products", "--max-new-tokens", str(longest))
+    started("-m", "qerl_trl.cli.main", "eval", model, *task, "--output", str(untrained))
+    started("examples/grpo_gsm8k.py", "--config", "smollm2", "--model_name_or_path", model)
+    run, bf16 = of_run(RUN), json.loads(untrained.read_text())
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    of = ("task", "steps", "train_seconds", "seed", "decoding", "arm", "device", "versions")
+    record = {
+        "command": "make demo-real",
+        "commit": common.commit(),
+        "gguf": {"file": gguf.name, "sha256": real_model.sha256(gguf)},
+        "seconds": time.monotonic() - begun,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "untrained_bf16": {name: bf16[name] for name in ("correct", "total", "accuracy", "interval95")},
+        "untrained_nvfp4": run["before"],
+        "trained_nvfp4": run["after"],
+        "run": {name: run[name] for name in of} | {"log_history": curves(run["log_history"])},
+    }
+    print(f"\n{real_table(record)}")
+    common.save(record, REAL_RESULT if args.record else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="action")
+    for function in (arms, demo, examples, real):
+        commands.add_parser(function.__name__).set_defaults(run=function)
+    add = {name: command.add_argument for name, command in commands.choices.items()}
+    add["arms"]("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add["arms"]("--jobs", type=int, default=1, help="runs at a time")
+    add["arms"]("--threads", type=int, default=2, help="CPU threads per run")
+    add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="besides make demo's")
+    add["examples"]("--only", nargs="+", choices=EXAMPLES, default=EXAMPLES)
+    for name in ("demo", "examples"):
+        add[name]("--note", default="", help="what else the machine did meanwhile")
+    add["real"]("--gguf", type=Path, help="Instead of the package's file.")
+    add["real"]("--record", action="store_true", help=f"Write {REAL_RESULT.relative_to(ROOT)}.")
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""Random models in real shapes, for measurements in which only shapes matter: checkpoints on disk, and models in memory. Nothing is downloaded.
+
+    python benchmarks/models.py 7b FOLDER             # bf16, as a user's base that is quantized while it loads
+    python benchmarks/models.py 32b FOLDER --packed   # NVFP4 in compressed-tensors' layout
+    python benchmarks/models.py gemma3-12b FOLDER     # the model of the recipe examples/configs/gemma3-12b.yaml, tower included
+
+Shapes by size are Qwen2.5's; those by a recipe's name are tests/shapes.py's (`tiny-gemma3-12b`: the same, small enough for a CPU). A folder is
+complete: the embedded example's tokenizer and chat template, and a generation_config.json in which one token id in `STOP_EVERY` ends a completion,
+so that random weights sample completions of that many tokens on average, as a model that has learned to stop does.
+
+`packed_model(size)` is what a trainer holds: NVFP4 linear layers, q|k|v and gate|up in one storage each; `policy(size)` is that with a LoRA adapter;
+`folder(size)` is what stock vLLM loads with random bf16 weights.
+"""
+
+import argparse
+import copy
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    Qwen2Config,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from qerl_trl.nvfp4.checkpoints import Selection, TensorSpec, compressed_tensors_config, divided, packed_specs
+from qerl_trl.publish import write
+from qerl_trl.rollout.spec import linear_layers, short_names
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from tests import shapes  # noqa: E402
+
+ASSETS = ROOT / "examples" / "assets" / "tiny-qwen2"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+STOP_EVERY = 32
+SHARD_BYTES = 4_000_000_000
+#: packed codes drawn uniformly have rms 2.9; block scales of 100 to 400 over this divisor give weights of about 0.02
+DIVISOR = 2.0**15
+_FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
+
+
+def _shape(*numbers: int, tied: bool = False) -> dict[str, Any]:
+    return dict(zip(_FIELDS, numbers, strict=True)) | {"tie_word_embeddings": tied}
+
+
+SHAPES = {
+    "tiny": _shape(128, 384, 3, 4, 2, 512),
+    "small": _shape(1024, 4096, 8, 8, 2, 512),
+    "0.5b": _shape(896, 4864, 24, 14, 2, 151936, tied=True),
+    "1.5b": _shape(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "3b": _shape(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "7b": _shape(3584, 18944, 28, 28, 4, 152064),
+    "14b": _shape(5120, 13824, 48, 40, 8, 152064),
+    "32b": _shape(5120, 27648, 64, 40, 8, 152064),
+    "70b": _shape(8192, 28672, 80, 64, 8, 128256),  # Llama-3's, in Qwen2's classes
+}
+#: a recipe's name -> its model's configuration, and the same at a tiny size
+RECIPES: dict[str, PretrainedConfig] = {name: config for name, (config, _) in shapes.NEWER.items()}
+RECIPES |= {f"tiny-{name}": shapes.tiny(config, vocab_size=512) for name, config in RECIPES.items()}
+#: standard deviation of an embedding that is also the head, where it is not 0.02: Gemma multiplies embeddings by the root of its width, so the
+#: token itself would outweigh what layers add, and greedy decoding repeat it to the maximum length
+TIED = {"gemma3": 0.004}
+#: what a checkpoint whose model sees pictures says of them, by `model_type`: file -> content
+PICTURES = {
+    "gemma3": {
+        "preprocessor_config.json": {
+            "image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor", "image_seq_length": 256,
+            "size": {"height": 896, "width": 896},
+        },
+        "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": 256},
+    },
+    "qwen3_5": {
+        "preprocessor_config.json": {
+            "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": 16,
+            "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+        },
+        "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor"},
+    },
+}  # fmt: skip
+
+# --- on disk -----------------------------------------------------------------------------------------------------------------------------
+
+
+def random_config(shape: str) -> PretrainedConfig:
+    if shape in SHAPES:
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        config: PretrainedConfig = Qwen2Config(**SHAPES[shape], max_position_embeddings=32768, rope_parameters=rope)
+    else:
+        config = copy.deepcopy(RECIPES[shape])
+    text = config.get_text_config()
+    text.bos_token_id, text.eos_token_id, text.pad_token_id = None, 1, 0
+    config.dtype = text.dtype = "bfloat16"
+    return config
+
+
+def built(config: PretrainedConfig) -> nn.Module:
+    """The model that is loaded from a checkpoint with this configuration, on the current device."""
+    alone = config.get_text_config() is config
+    model: nn.Module = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_config(config)
+    return model
+
+
+def vectors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """What norms and other vectors of such a model are before training, by their names without the layers' numbers."""
+    return {
+        _everywhere(name): parameter.detach()
+        for name, parameter in built(shapes.tiny(config)).named_parameters()
+        if parameter.ndim < 2 and not name.endswith(".bias")
+    }
+
+
+def _everywhere(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def write_checkpoint(shape: str, folder: Path, device: str, packed: bool = False) -> int:
+    """Normally distributed weights (packed: random codes), norms as before training, with a tokenizer; returns the bytes of the tensors."""
+    config, initial = random_config(shape), vectors(random_config(shape))
+    with torch.device("meta"):
+        model = built(config)
+    config.architectures = [type(model).__name__]
+    quantized, _ = divided(model, Selection()) if packed else ({}, None)
+    if packed:
+        linears = linear_layers(model)
+        config.quantization_config = compressed_tensors_config(short_names(linears.keys() - quantized.keys(), linears))
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(ASSETS / name, folder)
+    for name, content in PICTURES.get(config.model_type, {}).items():
+        (folder / name).write_text(json.dumps(content))
+    stops = list(range(1, config.get_text_config().vocab_size, STOP_EVERY))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops, "pad_token_id": 0}))
+
+    def job(name: str, parameter: nn.Parameter) -> write.Job:
+        (on_disk,) = revert_weight_conversion(model, {name: parameter.data})
+        size = tuple(parameter.shape)
+        if name.removesuffix(".weight") in quantized:
+            return write.Job(packed_specs(on_disk, *size), lambda: [*_packed(*size, device), torch.tensor([DIVISOR])])
+
+        def make():
+            known = initial.get(_everywhere(name))
+            if known is not None:
+                return [known.repeat(-(-size[0] // len(known)))[: size[0]].to(torch.bfloat16)]
+            deviation = TIED.get(config.model_type, 0.02) if "embed_tokens" in name else 0.02
+            return [torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0.0, deviation)]
+
+        return write.Job((TensorSpec(on_disk, torch.bfloat16, size),), make)
+
+    jobs = [job(name, parameter) for name, parameter in model.named_parameters()]
+    write.write_shards(folder, jobs, {}, SHARD_BYTES, workers=8)
+    return sum(job.nbytes for job in jobs)
+
+
+def _packed(rows: int, columns: int, device: str) -> list[torch.Tensor]:
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    scale = (torch.rand(rows, columns // 16, device=device) * 300 + 100).to(torch.float8_e4m3fn)
+    return [codes, scale]
+
+
+# --- in memory ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _fields(config: PretrainedConfig, **instead) -> dict[str, Any]:
+    """What config.json of a model says of its shape, with some fields replaced."""
+    names = (
+        "model_type", *_FIELDS, "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in names} | instead
+
+
+_ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+#: fields of config.json; what one leaves out is Qwen2.5's
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dry": _shape(64, 128, 2, 2, 1, 512) | _ENDS,
+    "tiny": _shape(512, 1024, 4, 8, 2, 152064),
+    **{size: SHAPES[size] for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")},
+    "70b": SHAPES["70b"] | _ENDS,
+    "llama-3-8b": _fields(  # 3.1 has its shape, with positions stretched
+        RECIPES["llama3.1-8b"], rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        max_position_embeddings=8192, bos_token_id=128000, eos_token_id=128001,
+    ),
+    "qwen3-8b": _fields(RECIPES["qwen3-8b"]),
+}  # fmt: skip
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def model_config(size: str) -> dict[str, Any]:
+    """config.json of the model in the given size."""
+    shape = CONFIGS[size]
+    kind = shape.get("model_type", "qwen2")
+    common = {
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], "model_type": kind, "hidden_act": "silu", "dtype": "bfloat16",
+        "bos_token_id": 151643, "eos_token_id": 151645,
+    }  # fmt: skip
+    if kind == "qwen2":
+        common |= {
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "use_sliding_window": False,
+        }  # fmt: skip
+    return common | shape
+
+
+def head_dim(config: dict[str, Any]) -> int:
+    """Of a config.json: queries and keys of a head, which need not add up to the hidden width."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the seven projections of a decoder layer, by their names within it."""
+    c = model_config(size)
+    hidden, inner, head = c["hidden_size"], c["intermediate_size"], head_dim(c)
+    q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    return {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+
+
+def kv_bytes(size: str) -> int:
+    """Of keys and values of one token in bf16."""
+    c = model_config(size)
+    return 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim(c) * 2
+
+
+def folder(size: str) -> str:
+    """A folder with nothing but config.json. Several processes may ask for it at the same time."""
+    path = Path(tempfile.gettempdir()) / f"shape-{size}"
+    path.mkdir(exist_ok=True)
+    partial = path / f"config.json.{os.getpid()}"
+    partial.write_text(json.dumps(model_config(size)))
+    partial.replace(path / "config.json")
+    return str(path)
+
+
+@torch.no_grad()
+def packed_model(size: str, device: str = "cuda", dense: bool = False) -> nn.Module:
+    """A transformers model with random NVFP4 linear layers (or dense bf16 ones), fused storage, frozen."""
+    from qerl_trl.nvfp4.linear import NVFP4Linear
+
+    config = {k: v for k, v in model_config(size).items() if k not in ("architectures", "model_type", "dtype")}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_config(size)["model_type"]](**config))
+        model = model.to(torch.bfloat16)
+    model.name_or_path = folder(size)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            group = next((g for g in FUSED if name in g), (name,))
+            if type(child) is not nn.Linear or name == "lm_head" or dense or name != group[0]:
+                continue
+            layers = [getattr(parent, member) for member in group]
+            codes, scale = _packed(sum(layer.out_features for layer in layers), layers[0].in_features, device)
+            scale, row = scale.view(torch.uint8), 0
+            for member, layer in zip(group, layers, strict=True):
+                rows = slice(row, row + layer.out_features)
+                row = rows.stop
+                bias = layer.bias
+                bias = None if bias is None else torch.randn(layer.out_features, device=device).bfloat16() * 0.02
+                divisor = torch.tensor([DIVISOR], device=device)
+                packed = NVFP4Linear.from_nvfp4((codes[rows], scale[rows], divisor), bias=bias)
+                packed.fused_rows = codes.shape[0] if len(group) > 1 else None
+                setattr(parent, member, packed)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device.type == "meta":
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                norm = parameter.ndim == 1 and "norm" in type(module).__name__.lower()
+                value.fill_(1.0) if norm else value.normal_(0, 0.02)
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    return model.requires_grad_(False).eval()
+
+
+def policy(size: str, rank: int = 32, device: str = "cuda", dense: bool = False) -> nn.Module:
+    """`packed_model` with a random rank-`rank` LoRA adapter on all seven projections, in float32 as in training."""
+    from peft import LoraConfig, get_peft_model
+
+    from qerl_trl.model.lora import register_nvfp4_lora
+
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(packed_model(size, device, dense), config if dense else register_nvfp4_lora(config))
+    randomize(model)
+    return model
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, scale: float = 0.01) -> None:
+    """New random values in the adapter, in place."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(0, scale)
+
+
+class _Noise:
+    """Stands in for the trainer's AQNCallback: holds a draw."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from qerl_trl.noise.norms import find_noisy_norms
+
+        self.norms = tuple(find_noisy_norms(model))
+        self.draw = None
+        self.sigma_effective = 0.0
+        self.schedule = SimpleNamespace(ever_noisy=True)
+
+
+def generation(model: nn.Module, *, max_sequences: int, max_length: int, **engine):
+    """A started `QeRLVLLMGeneration` on `model`, outside of a trainer. `engine`: further arguments of `vllm.LLM`."""
+    from accelerate import Accelerator
+
+    from qerl_trl.memory.formulas import model_bytes, shape_of
+    from qerl_trl.memory.plan import Gpu, plan_run
+    from qerl_trl.memory.workload import Workload
+    from qerl_trl.rollout.generation import QeRLVLLMGeneration
+
+    work = Workload(
+        batch=8, prompt_length=max_length - 16, completion_length=16, completions=max_sequences, rollout="colocate",
+        share_weights=True, sleep=False,
+    )  # fmt: skip
+    gpu = Gpu.current(torch.device("cuda")) if torch.cuda.is_available() else None
+    args = SimpleNamespace(
+        aqn=True, share_weights=True, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4", scale_rule="rtn",
+        per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8, bf16=True, fp16=False,
+        vllm_batch_invariant=False, model_init_kwargs=None, rollout_probe="refuse", rollout_probe_steps=0,
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=[], eval_dataset=None,
+        eos_token_ids=[], memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
+    )  # fmt: skip
+    share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.2)
+    return QeRLVLLMGeneration(
+        model=model, accelerator=Accelerator(), processing_class=None, trainer=trainer, mode="colocate",
+        gpu_memory_utilization=share_of_gpu, max_model_length=max_length, max_num_seqs=max_sequences,
+        enable_sleep_mode=False, max_completion_length=16,
+    )  # fmt: skip
+
+
+def seconds(function, device: str = "cuda") -> float:
+    """Wall time of one call, with the device idle before and after."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=[*SHAPES, *RECIPES])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    size = write_checkpoint(options.shape, options.folder, options.device, options.packed)
+    print(f"{options.folder}: {size / 1e9:.1f} GB")

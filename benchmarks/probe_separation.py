@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""Does the check at start (`qerl_trl.rollout.probe`) tell right engines from wrong ones? One engine per command, probed many times.
+
+    python benchmarks/probe_separation.py MODEL --arm nvfp4 --noise --seed 1 --out FILE      # one engine
+    python benchmarks/probe_separation.py --unquantized MODEL --out FILE                     # an engine with other weights
+    python benchmarks/probe_separation.py --table FILE ...                                   # join records, print the table
+
+An engine is probed before training and after some updates, on other prompts of the data each time: as it is (healthy), and with a fault put
+into its adapter or its noise. The records hold what was measured; `table` judges them anew.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results/probe_separation.json"
+#: healthy probes, and probes of each fault, before training and after it
+SETS, FAULT_SETS = 8, 3
+#: a result that is not of a real engine is not looked at
+FAULTS = (
+    "lost",
+    "halved",
+    "doubled",
+    "half of the layers",
+    "MLPs lost",
+    "k and v exchanged",
+    "noise lost",
+    "unquantized",
+)
+
+
+def change_of(fault: str):
+    """What an engine makes of an adapter, {layer: its tensors}, that it was given."""
+    from dataclasses import replace
+
+    from faults_gpu_cases import exchanged, scaled
+
+    def lost(where):
+        return lambda adapter: {name: replace(t, b=t.b * 0) if where(name) else t for name, t in adapter.items()}
+
+    return {
+        "lost": lost(lambda name: True),
+        "halved": scaled(0.5),
+        "doubled": scaled(2.0),
+        "half of the layers": lost(lambda name: int(name.split(".")[2]) % 2),
+        "MLPs lost": lost(lambda name: ".mlp." in name),
+        "k and v exchanged": exchanged,
+    }[fault]
+
+
+def sums() -> list[str]:
+    """Problems as text, of many forms: what a run's prompts look like."""
+    import random
+
+    draw = random.Random(0)
+    forms = (
+        "{a} trains with {b} cars each leave the station. How many cars is that? Think step by step.",
+        "Tom has {a} apples and gives {b} of them to Ann, who had {b} before. How many apples does Ann have now?",
+        "What is {a} + {b} * 2? Answer with only the result, nothing else.",
+        "A book has {a} pages. Mia reads {b} pages a day. How many pages are left after three days of reading?",
+        "Write a Python function that returns {a} if its argument is larger than {b}, else the argument itself.",
+        "Name a number between {b} and {a} that can be divided by three, and say why it can.",
+        "Translate into French: the house with {a} windows and {b} doors has a red roof and a small garden.",
+        "Which is larger, {a}/{b} or {b}/{a}? Please reason step by step, and put your final answer within \\boxed{{}}.",
+    )
+    return [forms[i % len(forms)].format(a=draw.randint(12, 99), b=draw.randint(2, 11)) for i in range(1024)]
+
+
+def build(args: argparse.Namespace, folder: str) -> Any:
+    """The ordinary trainer of a model, with the probe of the start switched off: this script calls it."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+
+    cpu = not torch.cuda.is_available()
+    config = QeRLConfig(
+        output_dir=folder, seed=args.seed, use_cpu=cpu, bf16=not cpu, model_init_kwargs={"dtype": "bfloat16"},
+        base_format=args.arm, aqn=args.noise, aqn_sigma_start=1e-2, rollout_probe="off", rollout_mismatch_threshold=None,
+        use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256, share_weights=not args.unquantized,
+        vllm_engine_kwargs={"enforce_eager": True, "num_gpu_blocks_override": 512} if cpu else {},
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=args.updates or 1,
+        learning_rate=1e-4, lr_scheduler_type="constant", report_to="none", save_strategy="no", logging_steps=10,
+        disable_tqdm=True, compile_layers=False,
+    )  # fmt: skip
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    prompts = [{"prompt": [{"role": "user", "content": text}]} for text in sums()]
+
+    def letters(completions, **kwargs):
+        return [float(sum(map(ord, completion[-1]["content"])) % 7) for completion in completions]
+
+    return QeRLGRPOTrainer(args.model, letters, config, Dataset.from_list(prompts), peft_config=lora)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import common
+    import torch
+
+    from qerl_trl.rollout import probe
+    from qerl_trl.rollout.engine import update_fingerprint
+    from qerl_trl.rollout.vllm.state import RolloutState
+
+    if args.unquantized:
+        from faults_gpu_cases import serve_unquantized
+
+        serve_unquantized()
+    os.environ["MASTER_PORT"] = str(common.free_ports(1)[0])  # several engines on one machine
+    change: list[Any] = [None]
+    load = RolloutState.load_adapter
+
+    def load_adapter(self: Any, adapter: Any, norms: Any, received: str | None = None) -> int:
+        changed = change[0](dict(adapter)) if callable(change[0]) else adapter
+        return load(self, changed, norms, received or update_fingerprint(adapter, norms))
+
+    RolloutState.load_adapter = load_adapter
+    began = time.time()
+    records: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(args, folder)
+        generation = trainer.vllm_generation
+        texts = trainer.processing_class(
+            [trainer.processing_class.apply_chat_template([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True)
+             for t in sums()], add_special_tokens=False)["input_ids"]  # fmt: skip
+        device, dtype = generation.accelerator.device, getattr(torch, generation.spec.dtype)
+        told = {
+            "model": args.name or Path(args.model).name, "arm": args.arm, "noise": args.noise, "seed": args.seed,
+            "dtype": generation.spec.dtype, "start_s": round(time.time() - began, 1),
+        } | common.head("cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
+
+        def put(draw: Any) -> None:
+            generation.sync_noise(draw)
+            if change[0] == "noise lost":  # after it was found on the norms
+                generation.engine.state.set_noise(draw._replace(sigma=0.0))
+
+        def probed(fault: str | None, updates: int, which: int) -> None:
+            prompts = probe.prompts_of(texts[8 * which : 8 * which + 24], 1000, 256)
+            both = probe.Probe(generation.engine, generation.model, prompts, device, dtype)
+            where = {"fault": fault, "updates": updates, "prompts": which}
+            generation.engine.wake()
+            if fault != "noise lost":
+                change[0] = change_of(fault) if fault not in (None, "unquantized") else None
+                t = time.time()
+                result, _ = both.adapter(generation.sync_weights)
+                records.append(where | {"kind": "adapter", "seconds": round(time.time() - t, 3)} | vars(result))
+                change[0] = None
+                generation.sync_weights()
+            if args.noise and fault in (None, "noise lost"):
+                change[0] = fault
+                t = time.time()
+                result = both.noise(put, trainer.aqn.under)
+                records.append(where | {"kind": "noise", "seconds": round(time.time() - t, 3)} | vars(result))
+                change[0] = None
+            generation.engine.sleep()
+            if args.out:  # a command that is cut off leaves what it has
+                args.out.write_text(json.dumps(told | {"finished": False, "records": records}) + "\n")
+
+        def all_of(updates: int) -> None:
+            if args.unquantized:
+                for which in range(SETS):
+                    probed("unquantized", updates, which)
+                return
+            for which in range(SETS):
+                probed(None, updates, which)
+            for which in range(FAULT_SETS):
+                for fault in FAULTS[: 7 if args.noise else 6]:
+                    probed(fault, updates, which)
+
+        all_of(0)
+        if args.updates and not args.unquantized:
+            trainer.train()
+            if args.noise:
+                trainer.aqn.attach(generation.model)  # it lets go of the norms when training ends
+            all_of(trainer.state.global_step)
+        log = [{k: v for k, v in row.items() if "mismatch" in k or k == "reward"} for row in trainer.state.log_history]
+        seconds = round(time.time() - began, 1)
+    return told | {"finished": True, "seconds": seconds, "log": log[-1:], "records": records}
+
+
+def table(engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per fault: how many of its probes the product refuses by its present rules, and the smallest margin of each rule (2: what was
+    measured is half of the limit, or twice)."""
+    import torch
+
+    from qerl_trl.rollout.probe import CLEAN, FLOOR, SHARE, ProbeResult
+
+    rows = []
+    for fault in (None, *FAULTS):
+        counts, base, share = {"passed": 0, "undecided": 0, "refused": 0}, [], []
+        for engine in engines:
+            floor = FLOOR[getattr(torch, engine["dtype"])]
+            for record in engine["records"]:
+                if record["fault"] != fault:
+                    continue
+                result = ProbeResult(**{f.name: record[f.name] for f in fields(ProbeResult)} | {"floor": floor})
+                counts["refused" if result.fault else "undecided" if result.undecided else "passed"] += 1
+                base.append(result.base_difference / (CLEAN * result.rounding + floor))
+                share += [result.difference / result.effect / SHARE] if result.size else []
+        if fault is None:
+            margins = {"base": 1 / max(base, default=1), "adapter or noise": 1 / max(share, default=1)}
+        elif fault == "unquantized":
+            margins = {"base": min(base, default=None), "adapter or noise": None}
+        else:
+            margins = {"base": None, "adapter or noise": min(share, default=None)}
+        rows.append(
+            {
+                "fault": fault or "healthy",
+                "engines": sum(any(r["fault"] == fault for r in e["records"]) for e in engines),
+            }
+            | counts
+            | {"margins": margins}
+        )
+    return rows
+
+
+def markdown() -> str:
+    """The table of docs/source/rollout.md."""
+    engines = json.loads(RESULT.read_text())
+    lines = [
+        "| engine | engines | probes | passed | undecided | refused | smallest margin |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in table(engines):
+        counts = [row[name] for name in ("passed", "undecided", "refused")]
+        margins = [margin for margin in row["margins"].values() if margin]
+        lines.append(
+            f"| {row['fault']} | {row['engines']} | {sum(counts)} | {' | '.join(map(str, counts))} | {min(margins):.1f} |"
+        )
+    models = ", ".join(sorted({engine["model"] for engine in engines}))
+    devices = ", ".join(sorted({engine["device"] for engine in engines}))
+    cut = sum(not engine["finished"] for engine in engines)
+    return (
+        "\n".join(lines)
+        + f"\n\nEngines in bf16 of {models} on {devices}, NVFP4 and bf16, before training and after some updates, on other prompts "
+        f"each time (`benchmarks/probe_separation.py`); {cut} of {len(engines)} engines were cut off before they had all of their probes. Margin: 2 means half of the limit for a healthy engine, twice the limit for a faulty one."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--name", help="of the model in the records; its folder's by default")
+    parser.add_argument("--arm", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--noise", action="store_true")
+    parser.add_argument(
+        "--unquantized", action="store_true", help="the engine has the weights that the base was quantized from"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=50)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.table:
+        read = [json.loads(path.read_text()) for path in args.table]
+        engines = [engine for found in read for engine in (found if isinstance(found, list) else [found])]
+        if args.out:
+            args.out.write_text(json.dumps(engines, indent=None, separators=(",", ":")) + "\n")
+        print(*table(engines), sep="\n")
+        return
+    found = measure(args)
+    print(*table([found]), sep="\n", flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # an engine in this process may wait for its threads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Forward and backward of one micro-batch of an update, ours and stock, in one run, on random weights in the Qwen2.5 shapes.
+
+    python benchmarks/update.py --size 7b --out results/update_speed_h200.json --commit COMMIT
+    python benchmarks/update.py --size 7b --cases stock stock-torch-compile --limit 400 --out FILE
+    python benchmarks/update.py --size 7b --cases nvfp4-compiled-fused --modes checkpointed checkpointed-around --out FILE
+    python benchmarks/update.py --size tiny --device cpu --out FILE                         a dry run
+
+Cases (rank-32 LoRA on all seven projections, bf16 autocast, as TRL computes an update: log-probabilities of the completion through its fused
+head):
+    stock                  PEFT on a bf16 base, eager: what TRL runs
+    stock-torch-compile    the same with transformers' own torch_compile=True (the whole model); minutes, so only by name
+    bf16-compiled          bf16 base, decoder layers compiled (`update/compiled_layers.py`)
+    bf16-fused             bf16 base, LoRA linears with their own backward (`update/lora_linear.py`)
+    bf16-compiled-fused    both
+    nvfp4, nvfp4-compiled, nvfp4-fused, nvfp4-compiled-fused      the same on the NVFP4 base; `nvfp4` is PEFT in eager mode
+
+Each is measured with gradient checkpointing (compiled layers recompute inside, as in the trainer; `checkpointed-around`: compiled layers with
+transformers' checkpoints around them), without, and as a forward alone, the cases in turns (the clock falls with the power), and the
+median is kept. `first_s`: the first call of a mode, with what it compiles. `peak_gib`: what a call takes
+beyond what the run holds, plus the case's own model. The fastest case without checkpointing is profiled as well.
+"""
+
+import argparse
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from models import policy, seconds
+from torch import nn
+
+from qerl_trl.update.compiled_layers import compile_layers
+
+CASES = (
+    "stock", "stock-torch-compile", "bf16-compiled", "bf16-fused", "bf16-compiled-fused", "nvfp4", "nvfp4-compiled",
+    "nvfp4-fused", "nvfp4-compiled-fused",
+)  # fmt: skip
+AROUND = "checkpointed-around"
+MODES = ("checkpointed", AROUND, "plain", "forward")
+SHAPE = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}  # sequences, tokens of each, of which completion
+RANK = 32
+TOP = 25
+
+
+class Case:
+    """A model as the case has it, and the calls that are timed."""
+
+    def __init__(self, name: str, bases: dict[bool, nn.Module], size: str, device: str):
+        self.name, self.device, self.shape = name, device, SHAPE[device]
+        dense = not name.startswith("nvfp4")
+        if dense not in bases:
+            bases[dense] = policy(size, RANK, device, dense)
+        # with an adapter of its own on the same base weights
+        shared = {id(p): p for p in bases[dense].parameters() if not p.requires_grad}
+        self.model = self.run = copy.deepcopy(bases[dense], shared)
+        self.model.train()
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(self.model.get_base_model(), outputs=("log_probs", "entropy"))
+        if "fused" in name:
+            from qerl_trl.update import lora_linear
+
+            if not lora_linear.fuse(self.model):
+                raise ValueError("no layer could be fused")
+        self.compiled = "compiled" in name
+        if name == "stock-torch-compile":
+            self.run = torch.compile(self.model)
+        elif self.compiled:
+            self.layers = compile_layers(self.model, deterministic=True)
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self.ids = torch.randint(0, vocabulary, self.shape[:2], device=device)
+        self.labels = self.ids.clone()
+        self.labels[:, : -self.shape[2]] = -100
+
+    def logps(self) -> torch.Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            output = self.run(
+                input_ids=self.ids, attention_mask=torch.ones_like(self.ids), labels=self.labels, fused_lm_head=True
+            )
+        return output.log_probs[:, -self.shape[2] :]
+
+    def step(self) -> None:
+        self.logps().mean().backward()
+        self.model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self.logps()
+
+    def call(self, mode: str) -> Callable[[], None]:
+        """What is timed, with the model set for it."""
+        inside = self.compiled and mode == "checkpointed"
+        if self.compiled:
+            self.layers.recompute(self.layers.layers if inside else ())
+        if mode in ("checkpointed", AROUND):
+            self.model.enable_input_require_grads()
+        if mode in ("checkpointed", AROUND) and not inside:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+        return self.forward if mode == "forward" else self.step
+
+    def failed(self) -> str | None:
+        if self.compiled and self.layers.failed:
+            return "its layers did not compile and ran in eager mode"
+        if self.compiled and not all(forward.function.recomputes for forward in self.layers.forwards):
+            return "its layers could not recompute inside"
+        return None
+
+
+def profile(call: Callable[[], None], device: str) -> dict[str, Any]:
+    """Kernels of one call by time, with counts, and the sum of all."""
+    from torch.profiler import ProfilerActivity
+
+    kind = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as trace:
+        wall = seconds(call, device)
+    field = "device_time_total" if device == "cuda" else "self_cpu_time_total"
+    rows = sorted(((getattr(e, field) / 1e3, e.count, e.key) for e in trace.key_averages()), reverse=True)
+    return {
+        "wall_ms": round(1e3 * wall, 1),
+        "kernels_ms": round(sum(row[0] for row in rows), 1),
+        "launches": sum(row[1] for row in rows),
+        "top": [{"ms": round(ms, 2), "count": count, "kernel": key[:140]} for ms, count, key in rows[:TOP]],
+    }
+
+
+def measure(args: argparse.Namespace, record: dict[str, Any]) -> dict[str, Case]:
+    """Fill `record["cases"]`: of each what was measured, or `skipped` and why; those that were not skipped."""
+    started, device = time.monotonic(), args.device
+    found: dict[str, dict[str, Any]] = {name: {} for name in args.cases}
+    bases: dict[bool, nn.Module] = {}
+    cases: dict[str, Case] = {}
+    record["cases"] = found
+
+    def give_up(name: str, error: Exception | str) -> None:
+        reason = error if isinstance(error, str) else f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+        found[name]["skipped"] = reason
+        cases.pop(name, None)
+        print(f"{name}: skipped, {reason}", flush=True)
+
+    def first(name: str, mode: str) -> None:
+        """The first call, with what it compiles."""
+        case = cases[name]
+        if device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        call = case.call(mode)
+        found[name].setdefault("first_s", {})[mode] = round(seconds(call, device), 2)
+        call()
+        if why := case.failed():
+            raise RuntimeError(why)
+        if device == "cuda":
+            own = sum(p.numel() * p.element_size() for p in case.model.parameters())
+            peak = torch.cuda.max_memory_allocated() - held + own
+            found[name].setdefault("peak_gib", {})[mode] = round(peak / 2**30, 2)
+        took = time.monotonic() - started
+        print(f"{took:5.0f} s  {name} {mode}: first call {found[name]['first_s'][mode]} s", flush=True)
+
+    for name in args.cases:
+        try:
+            cases[name] = Case(name, bases, args.size, device)
+        except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            give_up(name, error)
+    for mode in args.modes:
+        for name in [name for name in cases if mode != AROUND or cases[name].compiled]:
+            if time.monotonic() - started > args.limit:
+                give_up(name, f"no time left after {args.limit:g} s")
+                continue
+            try:
+                first(name, mode)
+            except (RuntimeError, NotImplementedError) as error:  # also torch.OutOfMemoryError
+                give_up(name, error)
+        times: dict[str, list[float]] = {name: [] for name in cases if mode in found[name].get("first_s", {})}
+        for _ in range(args.rounds):
+            for name, values in times.items():
+                values.append(seconds(cases[name].call(mode), device))
+        for name, values in times.items():
+            found[name].setdefault("seconds", {})[mode] = round(statistics.median(values), 4)
+            print(f"        {name} {mode}: {found[name]['seconds'][mode]} s", flush=True)
+        common.save(record, args.out)
+    return cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="7b")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[case for case in CASES if "torch" not in case])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[mode for mode in MODES if mode != AROUND])
+    parser.add_argument("--device", default="cuda", choices=SHAPE)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=220, help="seconds after which no further case is begun")
+    parser.add_argument("--commit", default="", help="recorded in the result")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    batch, tokens, completion = SHAPE[args.device]
+    record: dict[str, Any] = {
+        "what": "seconds of one micro-batch, median; `checkpointed` and `plain`: forward and backward with and without gradient checkpointing; "
+        "`checkpointed-around`: with transformers' checkpoints around compiled layers; `forward`: without gradient",
+        **common.head(args.device, args.commit),
+        "size": args.size,
+        "sequences": batch,
+        "tokens_each": tokens,
+        "completion_tokens_each": completion,
+    }
+    cases = measure(args, record)
+    taken = {name: record["cases"][name].get("seconds", {}) for name in cases}
+    plain = {name: seconds["plain"] for name, seconds in taken.items() if "plain" in seconds}
+    if plain:
+        best = min(plain, key=lambda name: plain[name])
+        record["profile"] = {"case": best}
+        for mode in [mode for mode in args.modes if mode != "forward"]:
+            call = cases[best].call(mode)
+            call()
+            record["profile"][mode] = profile(call, args.device)
+    common.save(record, args.out)
+
+
+if __name__ == "__main__":
+    main()
