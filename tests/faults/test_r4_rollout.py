@@ -246,7 +246,7 @@ def test_completions_of_a_rollout_function_that_cannot_be_trained_on(make_traine
     def rollout(prompts, trainer):
         return {"prompt_ids": [[5]] * 4, "completion_ids": [[5]] * 3 + [[]], "logprobs": [[-1.0]] * 3 + [[]]}
 
-    with told(RolloutError, "Completion 3 of 4 from rollout_func has 0 tokens", "at least one token"):
+    with told(RolloutError, "completion 3 has 0 tokens", "rollout_func", "a number per token"):
         make_trainer(rollout).train()
 
 
@@ -258,7 +258,7 @@ def test_a_rollout_function_that_returns_the_engines_lists(make_trainer, logps):
     def rollout(prompts, trainer):
         return {"prompt_ids": [[5]] * 4, "completion_ids": [[5, 6]] * 4, "logprobs": [logps] * 4}
 
-    with told(RolloutError, "Completion 0 of 4 from rollout_func has 2 tokens", "shape (2, ", "value[0]"):
+    with told(RolloutError, "completion 0 has 2 tokens", "rollout_func", "(2, ", "value[0]"):
         make_trainer(rollout).train()
 
 
@@ -273,7 +273,7 @@ def test_a_rollout_function_that_returns_arrays_of_another_shape(make_trainer, m
         return {"prompt_ids": [[5]] * 4, "completion_ids": [[5, 6]] * 4, "logprobs": [make(values)] * 4}
 
     shape = str(tuple(make(values).shape))
-    with told(RolloutError, "Completion 0 of 4 from rollout_func has 2 tokens", shape, "one number"):
+    with told(RolloutError, "completion 0 has 2 tokens", "rollout_func", shape, "a number"):
         make_trainer(rollout).train()
 
 

@@ -95,11 +95,15 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
             return output
         tokens, logps = output["completion_ids"], output.get("logprobs")
         lengths = list(map(len, tokens))
-        shapes = [(length,) for length in lengths] if logps is None else list(map(np.shape, logps))
-        if len(tokens) != len(prompts) or shapes != [(length,) for length in lengths] or not all(lengths):
+        shapes = [(length,) for length in lengths] if logps is None else [tuple(np.shape(row)) for row in logps]
+        wrong = [i for i, (length, shape) in enumerate(zip(lengths, shapes, strict=False)) if shape != (length or 1,)]
+        if len(tokens) != len(prompts) or len(shapes) != len(prompts) or wrong:
+            first = "".join(
+                f"; completion {i} has {lengths[i]} tokens and log-probabilities {shapes[i]}" for i in wrong[:1]
+            )
             raise RolloutError(
-                f"rollout_func returned {len(tokens)} completions of {lengths[:4]} tokens with log-probabilities of shapes {shapes[:4]} for "
-                f"{len(prompts)} prompts. Return a completion per prompt, and a number per token: of vLLM's lists value[0]."
+                f"rollout_func returned {len(tokens)} completions and {len(shapes)} log-probabilities for {len(prompts)} prompts{first}. "
+                "Return a completion per prompt, and a number per token: of vLLM's lists value[0]."
             )
         return output
 
