@@ -242,11 +242,11 @@ def test_saved_nvfp4_folder_trains_like_its_source(make_trainer, tiny_model_dir,
 
 def test_wrong_combinations_are_refused_with_the_remedy(make_trainer, tiny_model_dir, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
-    with pytest.raises(ValueError, match="quantization_config=NVFP4Config"):
+    with pytest.raises(ValueError, match="pass the model's name"):
         make_trainer(model=dense)
     with pytest.raises(ValueError, match="base_format='full' trains every weight"):
         make_trainer(base_format="full")
-    with pytest.raises(TypeError, match=r"replace GRPOConfig\(\.\.\.\) by QeRLConfig"):
+    with pytest.raises(TypeError, match=r"got GRPOConfig.*QeRLConfig"):
         make_trainer(args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
 
 
@@ -292,7 +292,7 @@ def test_a_noise_callback_beside_the_trainers_own_is_an_error(make_trainer):
         make_trainer(callbacks=[AQNCallback()], aqn=True).train()
     trainer = make_trainer(aqn=True)
     trainer.add_callback(AQNCallback("constant", sigma_start=0.3, scope="policy"))
-    with pytest.raises(ValueError, match="recorded"):
+    with pytest.raises(ValueError, match="already carries"):
         trainer.train()
 
 
@@ -564,7 +564,7 @@ def test_the_end_of_a_training_waits_with_the_checkpoint_that_was_asked_for(make
     trainer.add_callback(type("Leaves", (TrainerCallback,), {event: staticmethod(leave)})())
     trainer.train()
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
-    assert trainer.state.global_step == 3 and "It ends with that checkpoint" in caplog.text
+    assert trainer.state.global_step == 3 and "is written after the next step that ends a rollout" in caplog.text
 
 
 def test_an_end_without_a_checkpoint_waits_for_nothing(make_trainer):
@@ -727,7 +727,7 @@ def test_non_finite_gradient_stops_before_any_weight_changes(make_trainer):
     before = adapter_of(trainer)
     name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if "lora_B" in n)
     parameter.register_hook(lambda grad: torch.full_like(grad, math.nan))
-    with pytest.raises(RuntimeError, match=f"gradient of .*{name.split('.')[-3]}"):
+    with pytest.raises(RuntimeError, match=f"gradient is not finite.*{name.split('.')[-3]}"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 

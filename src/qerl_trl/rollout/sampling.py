@@ -61,7 +61,7 @@ def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
     tokenizer = text_tokenizer(processing_class)
     config = model.config.get_text_config(decoder=True)
     own = _listed(model.generation_config.eos_token_id) or _listed(getattr(config, "eos_token_id", None))
-    ends = [*_listed(tokenizer.eos_token_id), *own]
+    ends = [*_listed(getattr(tokenizer, "eos_token_id", None)), *own]  # a model may be exported without one
     turn = _turn_end(processing_class, tokenizer, template)
     if turn is not None and turn not in ends:
         ends.append(turn)
@@ -75,7 +75,7 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 def _turn_end(processing_class: Any, tokenizer: Any, template: dict[str, Any]) -> int | None:
     """The special token right after the text of an answer, where there is one."""
-    if not (template.get("chat_template") or processing_class.chat_template):
+    if not (template.get("chat_template") or getattr(processing_class, "chat_template", None)):
         return None
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "it-is-2"}]
     try:
