@@ -227,7 +227,7 @@ def test_an_engine_that_hangs(make_trainer):  # noqa: F811
     except RolloutError as error:
         caught.append(error)
     assert time.monotonic() - started < 15 and caught
-    with told(RolloutError, "rollout_timeout=0.5", "hangs", "raise it", "resume"):
+    with told(RolloutError, "rollout_timeout=0.5", "hangs", "raise", "resume"):
         raise caught[0]
 
 
