@@ -17,7 +17,6 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.publish.load import load_policy
 from qerl_trl.publish.outgoing import files_of
 from qerl_trl.publish.quantize import quantize_folder
-from qerl_trl.support.options import check_options
 from qerl_trl.tasks import script
 from tests.test_trainer import PROMPTS, settings, spread_reward
 
@@ -167,7 +166,7 @@ def test_every_option_of_trl_is_in_one_of_the_lists():
 
 @pytest.mark.parametrize(("options", "words", "documented"), WARNED, ids=[repr(row[0]) for row in WARNED])
 def test_an_option_that_loses_something_is_warned_of_once(tmp_path, caplog, options, words, documented):
-    check_options(settings(tmp_path, **options))
+    settings(tmp_path, **options)
     assert caplog.text.count(words) == 1
     assert documented in (DOCS / "index.md").read_text()
 
