@@ -30,7 +30,7 @@ New: `to_resume`, `save_adapter`, `save_merged`, `save_base`. `tests/test_contra
 """
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -146,11 +146,7 @@ class QeRLMixin(SavingMixin):
         given = base.by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)
         given = base.before(type(self), given)
         self._uploads, self._record, self.rescue = Uploads(self), RunRecord(self), Rescue(self)
-        self._saves, self._timer, self._collector = (
-            SaveBetweenRollouts(self),
-            PhaseTimer("rollout", "reward", "update"),
-            Collector(),
-        )
+        self._saves, self._collector = SaveBetweenRollouts(self), Collector()
         self.given_optimizers: dict[str, str] = {}
         self._padded_logps = super()._get_per_token_logps_and_entropies
         initial = base.model_init(given["model"], given["args"], given.pop("quantization_config", None))
@@ -160,6 +156,10 @@ class QeRLMixin(SavingMixin):
         attach(self)
 
     # ------------------------------------------------------------------------------------------------------- rollout
+
+    @cached_property
+    def _timer(self) -> PhaseTimer:
+        return PhaseTimer("rollout", "reward", "update")
 
     def _generate(self, prompts: list) -> Any:
         training = self.model.training

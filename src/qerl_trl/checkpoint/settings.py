@@ -23,6 +23,7 @@ from torch import nn
 
 from ..nvfp4.config import auto_class_of
 from ..nvfp4.linear import compute_dtype
+from ..support.names import text_tokenizer
 from ..support.trl import OnlineTrainer
 from . import fingerprint
 from .records import LoraSettings, RecordedArguments, RunSettings, versions
@@ -270,11 +271,6 @@ def source_sha256(function: Any) -> str | None:
 
 def sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def text_tokenizer(processing_class: Any) -> Any:
-    """The tokenizer itself, or a processor's."""
-    return getattr(processing_class, "tokenizer", processing_class)
 
 
 def recorded_tokenizer(processing_class: Any) -> dict[str, str]:

@@ -12,14 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from jinja2 import TemplateError
-from peft import PeftModel
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
 from ..checkpoint.seal import write_json_atomically
-from ..checkpoint.settings import text_tokenizer
-from ..support.names import unwrap
+from ..support.names import text_tokenizer, unwrap
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +34,7 @@ _SAID = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
 def of_the_model_alone(model: nn.Module) -> Iterator[None]:
     """Ignore generation_config.json in the block, except for what is no part of the policy. Warns once of what that leaves out."""
     inner = unwrap(model) if isinstance(model, nn.Module) else model
-    holder: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
+    holder: Any = getattr(inner, "get_base_model", lambda: inner)()  # of PEFT, which need not be imported
     before: GenerationConfig | None = getattr(holder, "generation_config", None)
     if before is None:
         yield

@@ -17,8 +17,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checks import environment
 from ..config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from ..memory.of_trainer import plan_trainer
-from ..model.loading import begin, given_model, loaded_everywhere, name_base, pretrained_kwargs
-from ..model.lora import check_is_lora, default_lora_config, keep_to_the_decoder, register_nvfp4_lora
+from ..model.loading import begin, loaded_everywhere, pretrained_kwargs
+from ..model.lora import (
+    check_is_lora,
+    default_lora_config,
+    given_model,
+    keep_to_the_decoder,
+    name_base,
+    register_nvfp4_lora,
+)
 from ..nvfp4.config import NVFP4Config, stored_quantization
 from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import settle_ends

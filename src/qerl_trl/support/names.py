@@ -119,3 +119,8 @@ def reshard(model: nn.Module) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
+
+
+def text_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer itself, or a processor's."""
+    return getattr(processing_class, "tokenizer", processing_class)

@@ -276,7 +276,8 @@ def reason_against(trainer: OnlineTrainer, insists: bool = False) -> str | None:
     """Why this run's layers are not compiled, where `compile_layers` is left out or (`insists`) True; None where they are."""
     if trainer.args.torch_compile:
         return "torch_compile=True compiles the whole model"
-    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3 gathers weights inside of layers"
     device = trainer.args.device.type
     return None if insists or device == "cuda" else f"it pays on a CUDA device, this is {device}"
