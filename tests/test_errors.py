@@ -59,7 +59,7 @@ def test_a_command_shows_the_traceback_of_a_bug(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--aqn_sigma_start", "-1"], "aqn_sigma_start=-1.0 is out of range. Pass a number >= 0."),
+        (["--aqn_sigma_start", "-1"], "aqn_sigma_start=-1.0 is not a standard deviation. Pass a finite number >= 0"),
         (["--learning_rate", "much"], "argument --learning_rate/--learning-rate: invalid float value: 'much'"),
         (["--learning_rat", "1"], "--learning_rat: no option of a run"),
         (["--num_generations", "1"], "at least 2 generations"),

@@ -293,7 +293,7 @@ def test_a_noise_callback_beside_the_trainers_own_is_an_error(make_trainer, aqn)
         make_trainer(callbacks=[AQNCallback()], aqn=aqn)
     trainer = make_trainer(aqn=aqn)
     trainer.add_callback(AQNCallback("constant", sigma_start=0.3, scope="policy"))
-    with pytest.raises(ValueError, match="recorded"):
+    with pytest.raises(ValueError, match="set the aqn_ arguments"):
         trainer.train()
 
 

@@ -75,7 +75,7 @@ def test_it_goes_on_where_it_stopped(arms, tmp_path):
     code, out, said = arms(*words)
     assert code == 1
     assert "1 of 2 runs failed: bf16 with seed 1 ended with exit code 1 (the engine died)" in said
-    assert "start the same command again" in said
+    assert "Start the same command again" in said
     assert "| 1 | 20.0 -> 81.0 |  |  |" in out
     (tmp_path / "arms/broken-bf16-1").unlink()
     code, out, said = arms(*words)

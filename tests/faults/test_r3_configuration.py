@@ -124,8 +124,8 @@ def test_a_model_without_a_norm_for_the_noise_is_refused(make_trainer, tmp_path)
     [
         ({"aqn_schedule": "quadratic"}, ("'quadratic'", "'exponential'")),
         ({"aqn_num_stages": 1}, ("num_stages=1", "an integer >= 2")),
-        ({"aqn_sigma_start": -1.0}, ("aqn_sigma_start=-1.0", "a number >= 0")),
-        ({"aqn_sigma_end": 0.0}, ("sigma_end=0", "Pass a small positive sigma_end")),
+        ({"aqn_sigma_start": -1.0}, ("aqn_sigma_start=-1.0", "number >= 0")),
+        ({"aqn_sigma_end": 0.0}, ("sigma_end=0", "Pass sigma_end > 0")),
         ({"aqn_schedule": "entropy_target"}, ("entropy_target", "aqn_entropy_target", "nats per token")),
         ({"aqn_entropy_target": 1.0}, ("entropy_target=1.0", "schedule='entropy_target'")),
     ],

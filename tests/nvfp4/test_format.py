@@ -105,11 +105,6 @@ def test_the_even_column_is_the_low_nibble():
     assert pack(torch.tensor([[1, 2, 15, 8]], dtype=torch.uint8)).tolist() == [[0x21, 0x8F]]
 
 
-def test_packing_an_odd_number_is_refused():
-    with pytest.raises(ValueError, match=r"even.*\(2, 3\)"):
-        pack(torch.zeros(2, 3, dtype=torch.uint8))
-
-
 # --- the scales
 
 

@@ -359,13 +359,9 @@ def test_from_nvfp4_copies_nothing_and_accepts_float8_scales():
     [
         (lambda: NVFP4Linear(24, 8), "in_features=24 is not a multiple of 16"),
         (lambda: NVFP4Linear.from_linear(nn.Linear(24, 8)), r"multiple of 16; got \(8, 24\)"),
-        (
-            lambda: NVFP4Linear.from_nvfp4(NVFP4Tensor(torch.zeros(4, 8), torch.zeros(4, 2), torch.ones(1))),
-            r"block scales \(4, 1\).*got \(4, 2\)",
-        ),
         (lambda: make_layer()(torch.zeros(1, 64), implementation="fast"), "implementation='fast'"),
     ],
-    ids=["K", "from_linear", "scales", "implementation"],
+    ids=["K", "from_linear", "implementation"],
 )
 def test_wrong_arguments_are_refused_with_the_value(make, message):
     with pytest.raises(ValueError, match=message):
