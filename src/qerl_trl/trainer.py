@@ -131,6 +131,8 @@ class QeRLMixin(SavingMixin):
     _passes: OnePass
     #: whether the run still learns
     _monitor: SignalMonitor
+    #: whether the banner was printed
+    _announced = False
     #: computes log-probabilities without padding
     _packing: Packing | None = None
 

@@ -30,11 +30,9 @@ from .view import DecodedWeight, read
 
 #: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written
 PACKED = LAYOUTS["compressed-tensors"].tensors
+#: "decode" (by the kernel) and "reference" (plain PyTorch) decode the weight, to the same bits, for an ordinary product
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-#: decode the weight, then an ordinary product: "decode" by the kernel, "reference" in plain PyTorch; both give the same
-#: bits
-_DECODED = ("decode", "reference")
 #: "auto" leaves products of more tokens than this to cuBLAS: training has that many, decodes the weight for the
 #: gradient anyway, and its micro-batches are of every length, while each kernel for a range of lengths takes seconds to
 #: compile at its first launch

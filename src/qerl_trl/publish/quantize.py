@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..checkpoint import fingerprint, seal
+from ..checkpoint.fingerprint import Pieces, row_of
 from ..checkpoint.records import (
     BEFORE_NAME,
     EVALUATIONS,
@@ -39,25 +41,19 @@ from ..checkpoint.records import (
 from ..model import loading
 from ..nvfp4 import checkpoints, headers
 from ..nvfp4.architectures import DECODER
+from ..nvfp4.checkpoints import TensorSpec, packed_specs
 from ..nvfp4.config import NVFP4Config, auto_class_of, quantization_of
-from ..nvfp4.headers import TensorInfo
-from ..nvfp4.linear import PACKED
+from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
+from ..nvfp4.fused import share_global_scale
+from ..nvfp4.headers import TensorInfo, check_finite, torch_dtype
+from ..nvfp4.linear import PACKED, NVFP4Linear
 from ..rollout.sampling import end_tokens, save_generation_config, stored
 from ..support.files import hub_commit, named_in_errors
 from . import write
+from .write import Job
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
     from ..checkpoint.settings import RunSettings
-import threading
-from collections.abc import Iterator
-
-from ..checkpoint.fingerprint import Pieces, row_of
-from ..nvfp4.checkpoints import TensorSpec, packed_specs
-from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
-from ..nvfp4.fused import share_global_scale
-from ..nvfp4.headers import check_finite, torch_dtype
-from ..nvfp4.linear import NVFP4Linear
-from .write import Job
 
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from ..checkpoint import records
-from ..checkpoint.settings import run_settings
+from ..checkpoint.settings import TOKENIZER, run_settings
 from ..rollout.sampling import end_tokens, of_the_model_alone, stored
 from ..rollout.vllm.plugin import CheckpointEngine
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
@@ -391,7 +391,7 @@ def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
     """How [`held_out_verdicts`] comes to its verdicts, as JSON: those with the same can be compared."""
     settings = run_settings(trainer)
     options = settings["options"]
-    found: dict[str, Any] = {name: settings.get(name) for name in ("max_completion_length", "tokenizer_content_sha256")}
+    found: dict[str, Any] = {name: settings.get(name) for name in ("max_completion_length", TOKENIZER)}
     found["chat_template_kwargs"] = options.get("chat_template_kwargs")
     if task.graded(dataset):
         return found | task.graded_by()
