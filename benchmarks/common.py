@@ -21,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+#: a micro-batch of update.py and unsloth_update.py: sequences, tokens of each, of which completion
+MICRO_BATCH = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}
 #: of every process with an engine in it
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",

@@ -11,7 +11,6 @@ import step
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/multi_gpu_h200x2.json"
-STEPS = ROOT / "benchmarks/results/step_h200.json"
 #: every layout through the shipped script, by processes.py
 LAYOUTS_CPU = ROOT / "benchmarks/results/layouts_cpu.json"
 #: one of two processes killed again and again, by processes.py
@@ -70,7 +69,7 @@ def pair_of(one: str, other: str, rows: list[dict[str, Any]]) -> tuple[dict[str,
 
 def step_of(name: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
     """A row of one GPU, measured by step.py."""
-    record = json.loads(STEPS.read_text())
+    record = json.loads(speed_tables.STEP.read_text())
     return row_of(name, [*record["step"], *record["before"]], beside)
 
 

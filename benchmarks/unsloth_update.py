@@ -27,7 +27,6 @@ from typing import Any
 
 import common
 
-SHAPE = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}  # as update.py
 MODES: dict[str, bool | str] = {"checkpointed": True, "offloaded": "unsloth", "plain": False}
 RANK = 32
 #: what another package may raise, torch.OutOfMemoryError among them; a row says it
@@ -84,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="7b")
     parser.add_argument("--cases", nargs="+", choices=("bf16", "4bit"), default=["bf16", "4bit"])
-    parser.add_argument("--device", default="cuda", choices=SHAPE)
+    parser.add_argument("--device", default="cuda", choices=common.MICRO_BATCH)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=200, help="Seconds after which no further mode is begun.")
     parser.add_argument("--commit", default="", help="Recorded in the result.")
@@ -99,7 +98,7 @@ def main() -> None:
     import torch
     from unsloth import FastLanguageModel
 
-    batch, tokens, completion = SHAPE[args.device]
+    batch, tokens, completion = common.MICRO_BATCH[args.device]
     record: dict[str, Any] = {
         "what": "seconds of forward and backward of one micro-batch in Unsloth, median",
         "command": common.command(),

@@ -42,7 +42,6 @@ CASES = (
 )  # fmt: skip
 AROUND = "checkpointed-around"
 MODES = ("checkpointed", AROUND, "plain", "forward")
-SHAPE = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}  # sequences, tokens of each, of which completion
 RANK = 32
 TOP = 25
 
@@ -51,7 +50,7 @@ class Case:
     """A model as the case has it, and the calls that are timed."""
 
     def __init__(self, name: str, bases: dict[bool, nn.Module], size: str, device: str):
-        self.name, self.device, self.shape = name, device, SHAPE[device]
+        self.name, self.device, self.shape = name, device, common.MICRO_BATCH[device]
         dense = not name.startswith("nvfp4")
         if dense not in bases:
             bases[dense] = policy(size, RANK, device, dense)
@@ -194,13 +193,13 @@ def main() -> None:
     parser.add_argument("--size", default="7b")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[case for case in CASES if "torch" not in case])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[mode for mode in MODES if mode != AROUND])
-    parser.add_argument("--device", default="cuda", choices=SHAPE)
+    parser.add_argument("--device", default="cuda", choices=common.MICRO_BATCH)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=220, help="seconds after which no further case is begun")
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    batch, tokens, completion = SHAPE[args.device]
+    batch, tokens, completion = common.MICRO_BATCH[args.device]
     record: dict[str, Any] = {
         "what": "seconds of one micro-batch, median; `checkpointed` and `plain`: forward and backward with and without gradient checkpointing; "
         "`checkpointed-around`: with transformers' checkpoints around compiled layers; `forward`: without gradient",

@@ -133,7 +133,7 @@ def test_a_twin_of_another_machine_is_told(page_of):
 
 def test_what_ran_beside_another_run_is_told(tables):
     """The page of whole steps had such times without a word."""
-    rows = [row for row in json.loads(tables.STEPS.read_text())["step"] if "beside" in row]
+    rows = [row for row in json.loads(tables.speed_tables.STEP.read_text())["step"] if "beside" in row]
     whole = (BENCHMARKS.parent / "docs/source/benchmarks.md").read_text()
     assert rows and all(f"{row['name'].partition('-')[2]}, beside {row['beside']}" in whole for row in rows)
 

@@ -260,5 +260,5 @@ def test_noise_alone_in_trls_trainer_says_that_nothing_corrects_it(
     GRPOTrainer(
         str(tiny_model_dir("qwen2")), spread_reward, args, DATA, processing_class=tiny_tokenizer, callbacks=[callback]
     )
-    words = ("without a correction", "Use QeRLGRPOTrainer", "scope='policy'")
+    words = ("noisy completions", "Use QeRLGRPOTrainer", "scope='policy'")
     assert [all(word in text for word in words) for text in said] == [True] * (scope == "rollout")

@@ -216,7 +216,7 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return []
     if name == "dataset_sha256":
         return ["dataset_sha256: the training data changed"]
-    if name == "tokenizer_content_sha256":
+    if name == TOKENIZER:
         return [f"{name}: the tokenizer changed (vocabulary, merges, added or special tokens, template)"]
     if name.startswith(SOURCES):
         return [f"{name}: its source changed"] if then and now else []

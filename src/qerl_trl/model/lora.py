@@ -23,6 +23,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import (
     SAFETENSORS_WEIGHTS_NAME,
     ModulesToSaveWrapper,
@@ -362,7 +363,7 @@ def _cast_output_to_input_dtype(module: nn.Module, args: tuple, output: torch.Te
 def given_model(model: Any) -> Any:
     """A trainer's `model`: a path expanded, a `PeftModel` where transformers loaded or added the adapter."""
     if not isinstance(model, str):
-        own = isinstance(model, PeftModel) or not model._hf_peft_config_loaded
+        own = isinstance(model, PeftModel) or not getattr(model, "_hf_peft_config_loaded", False)
         return model if own else _as_peft_model(model)
     folder = Path(model).expanduser()
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -375,6 +376,13 @@ def given_model(model: Any) -> Any:
 
 def _as_peft_model(model: Any) -> PeftModel:
     active = model.active_adapters()
+    disabled = any(isinstance(module, BaseTunerLayer) and module.disable_adapters for module in model.modules())
+    if disabled or len(active) != 1:
+        raise ValueError(
+            f"The model's adapters ({', '.join(model.peft_config)}) are "
+            f"{'disabled' if disabled else 'active together'}; one is trained. Call model.enable_adapters() and "
+            "model.set_adapter(name), or model.delete_adapter(names) for a new one."
+        )
     config = copy.copy(check_is_lora(model.peft_config[active[0]]))
     lost = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if getattr(config, name)]
     if lost:
@@ -396,8 +404,13 @@ def _as_peft_model(model: Any) -> PeftModel:
 
 
 def name_base(model: PeftModel) -> None:
-    """Let the configuration of the adapter name the base that it lies on."""
+    """Let the configuration of the adapter name the base that it lies on; a warning where it named another one."""
     config = model.peft_config[model.active_adapter]
-    found = cast(Any, model.config).name_or_path
-    if found and found != config.base_model_name_or_path:
-        config.base_model_name_or_path, config.revision = found, None
+    named, found = config.base_model_name_or_path, cast(Any, model.config)._name_or_path
+    if not found or named == found:
+        return
+    if named:
+        logger.warning(
+            "The adapter was made for %s, and it lies on %s. What this run writes names %s.", named, found, found
+        )
+    config.base_model_name_or_path, config.revision = found, None

@@ -30,6 +30,7 @@ from .view import DecodedWeight, read
 
 #: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written
 PACKED = LAYOUTS["compressed-tensors"].tensors
+#: "decode" (by the kernel) and "reference" (plain PyTorch) decode the weight, to the same bits, for an ordinary product
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 #: "auto" leaves products of more tokens than this to cuBLAS: training has that many, decodes the weight for the

@@ -95,7 +95,7 @@ class EngineSpec:
         **limits: Any,
     ) -> "EngineSpec":
         """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
-        know its own; `pictures`: whether any may come ([`pictures.may_come`]); `limits` are the fields from
+        know its own; `pictures`: whether any may come ([`pictures_may_come`]); `limits` are the fields from
         `max_model_len` on."""
         base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         row = architecture_of(base.config.get_text_config(decoder=True).model_type)

@@ -10,6 +10,7 @@ from ..checkpoint.records import hardware, versions
 from ..memory.formulas import model_bytes, optimizer_bytes
 from ..nvfp4.fused import selected_for_model
 from ..nvfp4.linear import NVFP4Linear, describe
+from ..rollout import mismatch
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -97,8 +98,6 @@ def unlike_trl(args: Any) -> list[str]:
 def announce(trainer: Any) -> None:
     """Print the banner on the main process, once in the life of a trainer, and what is not corrected."""
     if not trainer._announced:
-        from ..rollout import mismatch  # TRL, without which `doctor` reads versions here
-
         trainer._announced = True
         trainer.accelerator.print(banner(trainer))
         if trainer.accelerator.is_main_process:

@@ -2,7 +2,7 @@
 
     <output_dir>/
       .qerl_lock               held by the process that trains (`lock`)
-      checkpoint-<step>/       each sealed (checkpoint.py)
+      checkpoint-<step>/       each sealed (checkpoint/seal.py)
       adapter_model.safetensors, trainer_state.json, ...   what `save_model` wrote last
       qerl_manifest.json       the seal of those: sizes, hashes, settings, step (`seal`)
 

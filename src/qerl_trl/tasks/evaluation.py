@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from ..checkpoint import records
-from ..checkpoint.settings import run_settings
+from ..checkpoint.settings import TOKENIZER, run_settings
 from ..rollout.sampling import end_tokens, of_the_model_alone, stored
 from ..rollout.vllm.plugin import CheckpointEngine
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
@@ -380,7 +380,7 @@ class Measurement:
         """How [`verdicts`] comes to them, as JSON: those with the same can be compared."""
         settings = run_settings(self.trainer)
         options = settings["options"]
-        names = ["max_completion_length", "tokenizer_content_sha256"]
+        names = ["max_completion_length", TOKENIZER]
         names += [] if self.graded else ["temperature", "rollouts", "rollouts_sha256"]
         found: dict[str, Any] = {name: settings.get(name) for name in names}
         found["chat_template_kwargs"] = options.get("chat_template_kwargs")
