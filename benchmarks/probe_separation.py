@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results/probe_separation.json"
-#: healthy probes, and probes of each fault, before training and after it
-SETS, FAULT_SETS = 8, 3
+#: healthy probes, probes of each fault of the adapter, and of noise, before training and after it; of an unquantized engine before it
+SETS, FAULT_SETS, NOISE_SETS, UNQUANTIZED_SETS = 8, 3, 4, 14
 #: a result that is not of a real engine is not looked at
 FAULTS = (
     "lost",
@@ -150,8 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 result, _ = both.adapter(generation.sync_weights)
                 records.append(where | {"kind": "adapter", "seconds": round(time.time() - t, 3)} | vars(result))
                 change[0] = None
-                generation.sync_weights()
-            if args.noise and fault in (None, "noise lost"):
+            if args.noise and which < NOISE_SETS and fault in (None, "noise lost"):
                 change[0] = fault
                 t = time.time()
                 result = both.noise(put, trainer.aqn.under)
@@ -163,14 +162,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         def all_of(updates: int) -> None:
             if args.unquantized:
-                for which in range(SETS):
+                for which in range(UNQUANTIZED_SETS):
                     probed("unquantized", updates, which)
                 return
             for which in range(SETS):
                 probed(None, updates, which)
             for which in range(FAULT_SETS):
-                for fault in FAULTS[: 7 if args.noise else 6]:
+                for fault in FAULTS[:6]:
                     probed(fault, updates, which)
+            for which in range(NOISE_SETS if args.noise else 0):
+                probed("noise lost", updates, which)
 
         all_of(0)
         if args.updates and not args.unquantized:
@@ -198,7 +199,7 @@ def table(engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for record in engine["records"]:
                 if record["fault"] != fault:
                     continue
-                result = ProbeResult(**{f.name: record[f.name] for f in fields(ProbeResult)} | {"floor": floor})
+                result = ProbeResult(**{f.name: record.get(f.name) for f in fields(ProbeResult)} | {"floor": floor})
                 counts["refused" if result.fault else "undecided" if result.undecided else "passed"] += 1
                 base.append(result.base_difference / (CLEAN * result.rounding + floor))
                 share += [result.difference / result.effect / SHARE] if result.size else []

@@ -88,6 +88,7 @@ class ProbeResult:
     effect: float | None = None
     size: float | None = None
     difference: float | None = None
+    there: float | None = None
 
     @property
     def undecided(self) -> bool:
@@ -211,7 +212,7 @@ class Probe:
                 put(draw_of(0.0))
 
         with self._scoring():
-            return self._compared("noise", SIGMAS, known or self._clean(), sample, lambda sigma: under(draw_of(sigma)))
+            return self._compared("noise", SIGMAS, known or self._clean(), sample, lambda sigma: under(draw_of(sigma)) if sigma else None)
 
     def again(self, then: float | None = None) -> ProbeResult:
         """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
@@ -266,10 +267,10 @@ class Probe:
         if best < CONTRAST:
             return result
         completions = sample(size)
-        difference = mean_difference(
-            score(completions, size), torch.tensor([completion.logps for completion in completions])
-        )
-        return replace(result, size=size, difference=difference)
+        changed = score(completions, size)
+        difference = mean_difference(changed, torch.tensor([completion.logps for completion in completions]))
+        there = mean_difference(changed, score(completions, 0.0))
+        return replace(result, size=size, difference=difference, there=there)
 
     def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
         """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""

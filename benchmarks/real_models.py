@@ -1,0 +1,471 @@
+#!/usr/bin/env python3
+"""Real pretrained models in every arm: trained with the shipped command, merged, pushed, and loaded again by stock libraries.
+
+    python benchmarks/real_models.py --task TASK.yaml --model Qwen/Qwen2.5-Coder-0.5B-Instruct FOLDER SHA256
+    ... --model NAME FOLDER SHA256 --runs nvfp4 bf16+noise server      # SHA256 of the GGUF that FOLDER was made from
+    ... --extra --optim adamw_torch                                    # further options of every run; comes last
+    python benchmarks/real_models.py --cpu --out /tmp/real.json        # the embedded model, two steps: does this script work?
+
+A run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/qwen2.5-3b.yaml`, the recipe unedited; model, task, arm, lengths, batch
+and learning rate are on the command line. Runs share the GPU, each sees a card of its share (shown_card.py). Run `server` trains through a server
+on the same GPU, started with the command that the trainer prints. Hub: tests/hub_server.py, one per run, in this process.
+
+A row has seconds since the process started (`ready_s`: model and engine; `evaluated_s`: accuracy before training; `first_step_s`), everything that
+was logged at WARNING and above, each once, and the commands that followed. A reloaded model scores the policy's greedy answers to held-out problems:
+`kl` in nats per token, `same_greedy` of the tokens. The last lines of every run's output go to a log next to the file.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import common
+from common import RESULTS, ROOT
+
+sys.path.append(str(ROOT))
+HERE = Path(__file__).resolve().parent
+OUT = RESULTS / "real_models_h200.json"
+#: run -> the arm of `qerl-trl arms`
+RUNS = {
+    "nvfp4": "nvfp4-no-noise",
+    "nvfp4+noise": "nvfp4",
+    "bf16": "bf16-no-noise",
+    "bf16+noise": "bf16",
+    "server": "nvfp4",
+}
+RECIPE = "examples/configs/qwen2.5-3b.yaml"
+SETTINGS = {
+    "max_steps": 20, "num_generations": 8, "generation_batch_size": 256, "per_device_train_batch_size": 16,
+    "max_completion_length": 320, "learning_rate": "3e-5", "eval_problems": 200, "seed": 1,
+}  # fmt: skip
+ON_CPU = {
+    "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 16, "eval_problems": 8,
+    "learning_rate": "1e-2", "use_vllm": "false", "seed": 1,
+}  # fmt: skip
+#: of the GPU, what runs side by side may take; GiB of it for a server, and of that for its KV cache
+SHARE, SERVER_GIB, KV_GIB = 0.6, 6, 3
+CURVES = {
+    "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma", "mismatch_kl": "rollout/mismatch_kl",
+    "clipped": "completions/clipped_ratio", "seconds_rollout": "seconds/rollout", "seconds_update": "seconds/update",
+}  # fmt: skip
+MARKS = {"ready_s": "  versions", "evaluated_s": "Held-out accuracy before"}
+STEP = re.compile(r"^step (\d+) of \d+")
+#: put into sitecustomize.py after shown_card.py: the log records of a run as JSON lines
+KEEP = """
+if os.environ.get("WARNINGS_FILE"):
+    import json, logging
+    make = logging.getLogRecordFactory()
+    def keep(*args, **kwargs):
+        record = make(*args, **kwargs)
+        if record.levelno >= logging.WARNING or "robe" in str(record.msg) + record.name and record.name.startswith("qerl_trl"):
+            with open(os.environ["WARNINGS_FILE"], "a") as file:
+                file.write(json.dumps([record.levelname, record.name, record.getMessage()]) + "\\n")
+        return record
+    logging.setLogRecordFactory(keep)
+    logging.getLogger("qerl_trl").setLevel(logging.INFO)
+"""
+#: a reload agrees with the policy within these
+KL, SAME_GREEDY = 0.02, 0.9
+PROBLEMS, NEW_TOKENS = 4, 64
+
+
+# --- one process each: the policy's answers, and what a stock library makes of them ------------------------------------------------------
+
+
+def scored(model: Any, reference: dict[str, Any]) -> Any:
+    """Log-probabilities of the whole vocabulary at the tokens of the policy's answers, (T, V)."""
+    import torch
+
+    with torch.no_grad():
+        rows = [
+            model(torch.tensor([p + a], device=model.device), use_cache=False).logits[0, len(p) - 1 : -1].float().cpu()
+            for p, a in zip(reference["prompts"], reference["answers"], strict=True)
+        ]
+    return torch.cat(rows).log_softmax(-1)
+
+
+def refer(file: str, run: str, task: str) -> None:
+    import torch
+
+    from qerl_trl.publish.load import load_policy
+    from qerl_trl.support.recipes import task_file
+    from qerl_trl.tasks.task import Task
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy, own = load_policy(run, device=device), Task.read(task_file(task))
+    tokenizer, found = own.prepared(policy.tokenizer), {"prompts": [], "answers": []}
+    for row in own.splits()[1].select(range(PROBLEMS)):
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([prompt], device=device)
+        output = policy.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        found["prompts"].append(prompt)
+        found["answers"].append(output[0, len(prompt) :].tolist())
+    found |= {"logps": scored(policy.model, found), "dtype": policy.settings["dtype"]}
+    with policy.model.disable_adapter():
+        untrained = scored(policy.model, found)
+    torch.save(found, file)
+    print(json.dumps(distance(found, untrained)))
+
+
+def distance(reference: dict[str, Any], logps: Any) -> dict[str, float]:
+    mine = reference["logps"]
+    kl = (mine.exp() * (mine - logps)).sum(-1).mean().item()
+    return {"kl": round(kl, 5), "same_greedy": round((mine.argmax(-1) == logps.argmax(-1)).float().mean().item(), 3)}
+
+
+def reload(file: str, base: str, adapter: str | None = None) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+
+    reference = torch.load(file)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, reference["dtype"]),
+        "device_map": {"": "cuda" if torch.cuda.is_available() else "cpu"},
+    }
+    if getattr(AutoConfig.from_pretrained(base), "quantization_config", None) is not None:  # as the cards say
+        options |= {"quantization_config": CompressedTensorsConfig(dequantize=True), "dtype": "auto"}
+    model = AutoModelForCausalLM.from_pretrained(base, **options)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter)
+    found = distance(reference, scored(model.eval(), reference))
+    assert "qerl_trl" not in sys.modules, "this is to be read without qerl-trl"
+    print(json.dumps(found))
+
+
+# --- a run -------------------------------------------------------------------------------------------------------------------------------
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+class Bench:
+    """What the runs share: options, the path of their processes, and the record."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.work, self.lock = options, options.work.resolve(), threading.Lock()
+        self.running: set[int] = set()
+        site = self.work / "site"
+        info = (
+            site / "qerl_trl-0.1.0.dev0.dist-info"
+        )  # a checkout has no entry points, by which a server finds the plugin
+        info.mkdir(parents=True, exist_ok=True)
+        (site / "sitecustomize.py").write_text((HERE / "shown_card.py").read_text() + KEEP)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qerl-trl\nVersion: 0.1.0.dev0\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nqerl_nvfp4 = qerl_trl.rollout.vllm.plugin:register\n"
+        )
+        given = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+        self.elsewhere = ":".join(str(path) for path in given if not path.is_relative_to(ROOT))
+        self.path = f"{site}:{ROOT / 'src'}:{ROOT / 'kernels/torch-ext'}:{self.elsewhere}"
+        self.names = {
+            str(self.work): "WORK",
+            str(ROOT): ".",
+            sys.prefix: "PYTHON",
+            **{path: "PYTHON" for path in self.elsewhere.split(":") if path},
+        }
+        self.names |= {f"{Path(options.task).parent}/": ""} | {folder: name for name, folder, _ in options.model}
+        self.record: dict[str, Any] = {"runs": []}
+        self.logs: dict[str, str] = {}
+
+    def clean(self, text: str) -> str:
+        """Without this machine's folders."""
+        for path in sorted(self.names, key=len, reverse=True):
+            text = text.replace(path, self.names[path])
+        return text
+
+    def call(self, command: list[str], look: Any = lambda line: None, **environment: str) -> tuple[int, list[str]]:
+        """Exit code and lines of a process with this path; `look` sees each line as it comes."""
+        own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(common.free_ports(1)[0])}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | common.ENVIRONMENT | own | environment, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self.running.add(process.pid)
+        timer = threading.Timer(self.options.timeout, common.end, (process.pid,))
+        timer.start()
+        lines = []
+        for line in process.stdout or ():
+            lines.append(line.rstrip())
+            look(line)
+        code = process.wait()
+        timer.cancel()
+        self.running.discard(process.pid)
+        return code, [self.clean(line)[:400] for line in lines if not re.search(r"\d+%\|", line)]
+
+    def keep(self, row: dict[str, Any], lines: list[str] | None = None) -> None:
+        with self.lock:
+            if lines is not None:
+                self.logs[f"{row['model']} {row['run']}"] = "\n".join(lines[-150:])
+            if len(self.record) == 1:
+                self.record = common.head("cpu" if self.options.cpu else "cuda") | self.record
+            others = [one for one in self.record["runs"] if (one["model"], one["run"]) != (row["model"], row["run"])]
+            self.record["runs"] = [*others, row]
+            common.save(self.record, self.options.out)
+            self.options.out.with_suffix(".log").write_text(
+                "\n".join(f"===== {name} =====\n{text}" for name, text in self.logs.items()) + "\n"
+            )
+
+
+class Run:
+    def __init__(self, bench: Bench, model: tuple[str, str, str], run: str) -> None:
+        self.bench, self.run, (self.name, self.model, gguf) = bench, run, model
+        self.place = bench.work / self.name.replace("/", "--") / run
+        self.place.mkdir(parents=True, exist_ok=True)
+        self.row: dict[str, Any] = {"model": self.name, "run": run, "gguf_sha256": gguf, "passed": False}
+
+    def command(self, folder: str, *last: str) -> list[str]:
+        """As a user types it."""
+        from qerl_trl.tasks.arms import ARMS
+
+        options = self.bench.options
+        given = {"model_name_or_path": self.model, "task": options.task, "output_dir": self.place / folder} | ARMS[
+            RUNS[self.run]
+        ]
+        start = ["accelerate", "launch", *(["--cpu"] if options.cpu else []), "examples/grpo_gsm8k.py"]
+        recipe = "examples/configs/embedded.yaml" if options.cpu else RECIPE
+        return [
+            *start,
+            "--config",
+            recipe,
+            *words(given | (ON_CPU if options.cpu else SETTINGS)),
+            *last,
+            *options.extra,
+        ]
+
+    def train(self) -> None:
+        shown, last, server = {}, [], None
+        if not self.bench.options.cpu:
+            import pynvml
+
+            pynvml.nvmlInit()
+            total = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total / 2**30
+            gib = total * SHARE / self.bench.options.parallel - (SERVER_GIB if self.run == "server" else 0)
+            shown = {"CARD_GIB": f"{gib:.1f}", "PEAK_FILE": str(self.place / "peak")}
+        if self.run == "server":
+            server, url = self.server()
+            last = ["--vllm_mode", "server", "--vllm_server_base_url", url]
+        try:
+            self.watch(self.command("run", *last), shown)
+        finally:
+            if server is not None:
+                common.end(server.pid)
+
+    def watch(self, command: list[str], shown: dict[str, str]) -> None:
+        kept, began, marks, steps = self.place / "warnings.jsonl", time.perf_counter(), {}, {}
+        kept.unlink(missing_ok=True)
+
+        def look(line: str) -> None:
+            seconds = round(time.perf_counter() - began, 1)
+            for mark in (mark for mark, text in MARKS.items() if text in line):
+                marks.setdefault(mark, seconds)
+            if step := STEP.search(line):
+                steps.setdefault(int(step[1]), seconds)
+
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
+        code, lines = self.bench.call(launcher, look, WARNINGS_FILE=str(kept), **shown)
+        file, times = self.place / "run/results.json", [steps[step] for step in sorted(steps)]
+        results = json.loads(file.read_text()) if file.is_file() else {}
+        said = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+        told = [f"{level} {logger}: {text}" for level, logger, text in said if level != "INFO"]
+        told += [line.strip() for line in lines if re.search(r"\w*Warning: ", line)]
+        peak = self.place / "peak"
+        self.row |= {
+            "command": self.bench.clean(shlex.join(command)), "exit_code": code, "trained": code == 0 and bool(results),
+            "card_gib": float(shown.get("CARD_GIB", 0)) or None,
+            "peak_gib": round(int(peak.read_text() or 0) / 2**30, 2) if peak.is_file() else None,
+            "seconds": round(time.perf_counter() - began, 1), **marks, "first_step_s": times[0] if times else None,
+            "seconds_per_step": round((times[-1] - times[0]) / (len(times) - 1), 2) if len(times) > 1 else None,
+            "warnings": list(dict.fromkeys(map(self.bench.clean, told))),
+            "probes": list(dict.fromkeys(text for level, _, text in said if level == "INFO")),
+            **{name: results.get(name) for name in ("steps", "before", "after", "difference", "train_seconds")},
+            "curves": {
+                name: [float(f"{entry[key]:.4g}") for entry in results.get("log_history", []) if entry.get(key) is not None]
+                for name, key in CURVES.items()
+            },
+        }  # fmt: skip
+        if not self.row["trained"]:
+            self.row["last_lines"] = lines[-25:]
+        self.bench.keep(self.row, lines)
+        print(
+            self.name,
+            self.run,
+            {k: self.row.get(k) for k in ("trained", "seconds", "first_step_s", "seconds_per_step")},
+            flush=True,
+        )
+
+    def server(self) -> tuple[subprocess.Popen, str]:
+        """A server for this run, started with what the trainer that finds none prints."""
+        url = f"http://127.0.0.1:{common.free_ports(1)[0]}"
+        asking = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1"]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.command("asking", *asking)[2:]]
+        _, lines = self.bench.call(launcher)
+        printed = next((line for line in lines if line.startswith("vllm serve ")), None)
+        if printed is None:
+            raise RuntimeError("\n".join(["The trainer printed no command for a server:", *lines[-25:]]))
+        room = words({"gpu-memory-utilization": 0.02, "kv-cache-memory-bytes": KV_GIB * 2**30})
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            *shlex.split(printed)[2:],
+            *room,
+        ]
+        command = [word.replace(self.name, self.model) if word == self.name else word for word in command]
+        log, began = self.place / "server.log", time.perf_counter()
+        with log.open("w") as file:
+            server = subprocess.Popen(
+                command, env=os.environ | common.ENVIRONMENT | {"PYTHONPATH": self.bench.path}, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self.bench.running.add(server.pid)
+        common.wait(server, url, log, self.bench.options.timeout)
+        self.row |= {
+            "server_command": f"{printed} {shlex.join(room)}",
+            "server_ready_s": round(time.perf_counter() - began, 1),
+        }
+        return server, url
+
+    def products(self) -> None:
+        """Merge, push and reload."""
+        from tests.hub_server import TOKEN, StandInHub
+
+        hub, made = StandInHub(), self.row.setdefault("products", {})
+        packed, folder, device = (
+            self.run.startswith(("nvfp4", "server")),
+            self.place / "run",
+            ["--device", "cpu" if self.bench.options.cpu else "cuda"],
+        )
+        online = {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(self.place / "hub"),
+        }
+        reference, task = str(self.place / "reference.pt"), self.bench.options.task
+        repo = "tester/" + re.sub(r"\W+", "-", f"{self.name.rpartition('/')[2]}-{self.run}").lower()
+        small = [file for file in Path(self.model).iterdir() if file.is_file() and file.stat().st_size < 2**24]
+        hub.put(self.name, **{file.name: file.read_bytes() for file in small})  # its weights are read from the folder
+
+        def call(name: str, command: list[str], shown: list[str], **environment: str) -> None:
+            began = time.perf_counter()
+            code, lines = self.bench.call(command, **environment)
+            found = json.loads(lines[-1]) if code == 0 and lines and lines[-1].startswith("{") else {}
+            agrees = (
+                {"agrees": found["kl"] <= KL and found["same_greedy"] >= SAME_GREEDY}
+                if found and name != "untrained"
+                else {}
+            )
+            made[name] = (
+                {
+                    "command": self.bench.clean(shlex.join(shown)),
+                    "exit_code": code,
+                    "seconds": round(time.perf_counter() - began, 1),
+                }
+                | found
+                | agrees
+            )
+            if code:
+                made[name]["says"] = lines[-25:]
+
+        def tool(name: str, *arguments: object, **environment: str) -> None:
+            said = [str(word) for word in arguments]
+            call(name, [sys.executable, "-m", "qerl_trl.cli.main", *said], ["qerl-trl", *said], **environment)
+
+        def script(name: str, *arguments: str, **environment: str) -> None:
+            call(name, [sys.executable, __file__, *arguments], ["python", "real_models.py", *arguments], **environment)
+
+        stock = {"PYTHONPATH": self.bench.elsewhere, "VLLM_PLUGINS": ""}
+        base = f"{repo}-base" if packed else self.name
+        script("untrained", "refer", reference, str(folder), task)
+        tool("merge bf16", "merge", folder, self.place / "merged", *device)
+        if packed:
+            tool("merge base", "merge", folder, self.place / "base", "--as", "base", *device)
+            tool("push base", "push", "base", self.place / "base", base, **online)
+        tool("push adapter", "push", "adapter", folder, repo, "--base-model", base, **online)
+        script("reload merged", "reload", reference, str(self.place / "merged"), **stock)
+        script("reload adapter", "reload", reference, base if packed else self.model, repo, **stock, **online)
+        self.row["passed"] = all(not each["exit_code"] and each.get("agrees", True) for each in made.values())
+        hub.close()
+        self.bench.keep(self.row)
+        wrong = {name: each for name, each in made.items() if each["exit_code"] or not each.get("agrees", True)}
+        print(self.name, self.run, "passed" if self.row["passed"] else json.dumps(wrong, indent=1), flush=True)
+
+
+def main() -> None:
+    if sys.argv[1:2] in (["refer"], ["reload"]):
+        {"refer": refer, "reload": reload}[sys.argv[1]](*sys.argv[2:])
+        sys.stdout.flush()
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs=3, action="append", metavar=("NAME", "FOLDER", "SHA256"), default=[])
+    parser.add_argument("--task", help="YAML file of the task.")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "real_models")
+    parser.add_argument("--parallel", type=int, default=4, help="Runs on the GPU at a time.")
+    parser.add_argument("--timeout", type=float, default=420.0, help="Seconds that one command may take.")
+    parser.add_argument("--cpu", action="store_true", help="The embedded model, two steps, without vLLM.")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
+    options = parser.parse_args()
+    if options.cpu:
+        options.model, options.task, options.parallel = (
+            [("tester/tiny-qwen2", str(ROOT / "examples/assets/tiny-qwen2"), "")],
+            "arithmetic",
+            1,
+        )
+        options.runs = [run for run in options.runs if run != "server"]
+    elif not options.model or not options.task:
+        parser.error("--model and --task are needed, or --cpu.")
+    else:
+        options.task = str(Path(options.task).resolve())
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "" if options.cpu else "0")
+    os.environ.setdefault("QERL_SERVER_SECRET", os.urandom(32).hex())
+    bench, began = Bench(options), time.perf_counter()
+
+    def stop(*_: object) -> None:
+        for process in list(bench.running):
+            common.end(process)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    runs = [Run(bench, model, run) for model in options.model for run in options.runs]
+
+    def whole(run: Run) -> None:
+        try:
+            run.train()
+            if run.row["trained"]:
+                run.products()
+        except Exception as error:  # the other runs go on
+            run.row["error"] = bench.clean(f"{type(error).__name__}: {error}")
+            bench.keep(run.row)
+            print(run.name, run.run, run.row["error"], flush=True)
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        list(pool.map(whole, runs))
+    passed = sum(run.row["passed"] for run in runs)
+    print(f"{passed} of {len(runs)} passed, {time.perf_counter() - began:.0f} s", flush=True)
+    sys.exit(passed < len(runs))
+
+
+if __name__ == "__main__":
+    main()
