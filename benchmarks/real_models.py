@@ -207,12 +207,12 @@ class Bench:
         code = process.wait()
         timer.cancel()
         self.running.discard(process.pid)
-        return code, [self.clean(line)[:400] for line in lines if not re.search(r"\d+%\|", line)]
+        return code, [self.clean(line) for line in lines if not re.search(r"\d+%\|", line)]
 
     def keep(self, row: dict[str, Any], lines: list[str] | None = None) -> None:
         with self.lock:
             if lines is not None:
-                self.logs[f"{row['model']} {row['run']}"] = "\n".join(lines[-150:])
+                self.logs[f"{row['model']} {row['run']}"] = "\n".join(line[:400] for line in lines[-150:])
             if len(self.record) == 1:
                 self.record = common.head("cpu" if self.options.cpu else "cuda") | self.record
             others = [one for one in self.record["runs"] if (one["model"], one["run"]) != (row["model"], row["run"])]
