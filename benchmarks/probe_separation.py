@@ -6,7 +6,8 @@
     python benchmarks/probe_separation.py --table FILE ...                                   # join records, print the table
 
 An engine is probed before training and after some updates, on other prompts of the data each time: as it is (healthy), and with a fault put
-into its adapter or its noise. The records hold what was measured; `table` judges them anew.
+into its adapter or its noise. The records hold what was measured at every size of the adapter and the noise; `table` chooses a size and judges
+by the rules of the package.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,6 @@ FAULTS = (
 
 def change_of(fault: str):
     """What an engine makes of an adapter, {layer: its tensors}, that it was given."""
-    from dataclasses import replace
-
     from faults_gpu_cases import exchanged, scaled
 
     def lost(where):
@@ -99,6 +98,61 @@ def build(args: argparse.Namespace, folder: str) -> Any:
     return QeRLGRPOTrainer(args.model, letters, config, Dataset.from_list(prompts), peft_config=lora)
 
 
+#: of the adapter and of noise; all of them are measured
+SIZES = {"adapter": (0.03, 0.06, 0.1, 0.15, 0.2), "noise": (0.05, 0.1, 0.2, 0.4)}
+
+
+def every_size() -> type:
+    """The package's probe, which goes on after it has found a size."""
+    import contextlib
+
+    import torch
+
+    from qerl_trl.rollout import probe
+
+    class EverySize(probe.Probe):
+        sizes: Any = ()
+
+        def _compared(self, kind: str, sizes: Any, known: Any, sample: Any, change: Any) -> Any:
+            def score(completions: Any, size: float, exact: bool = False) -> Any:
+                with change(size) or contextlib.nullcontext():
+                    return self._score(completions, exact)
+
+            found = []
+            for size in SIZES[kind]:
+                moved, exact = score(known.completions, size), score(known.completions, size, True)
+                completions = sample(size)
+                changed, there = score(completions, size), score(completions, size, True)
+                engine = torch.tensor([completion.logps for completion in completions])
+                pairs = (moved, known.scored), (moved, exact), (changed, engine), (changed, there)
+                found.append([size, *(float(f"{probe.mean_difference(*pair):.4g}") for pair in pairs)])
+            object.__setattr__(self, "sizes", found)
+            return probe.ProbeResult(known.difference, known.rounding, probe.FLOOR[self.dtype], kind)
+
+    return EverySize
+
+
+def told_of(result: Any, probe: Any) -> dict[str, Any]:
+    """`sizes`: size, effect, rounding, difference and rounding there."""
+    found = {name: float(f"{getattr(result, name):.4g}") for name in ("base_difference", "rounding")}
+    return {"kind": result.kind} | found | ({"sizes": probe.sizes} if probe.sizes else {})
+
+
+def judged(record: dict[str, Any], floor: float) -> Any:
+    """A record as the package's result of it."""
+    from qerl_trl.rollout.probe import ProbeResult, large_enough
+
+    clean = record["base_difference"]
+    result = ProbeResult(clean, record["rounding"], floor, record["kind"])
+    if not record.get("sizes"):
+        return replace(result, kind=None)
+    sizes = {size: rest for size, *rest in record["sizes"]}
+    size, effect = large_enough((size, each[0], max(each[1], clean, floor / 4)) for size, each in sizes.items())
+    if size is None:
+        return replace(result, effect=effect)
+    return replace(result, effect=effect, size=size, difference=sizes[size][2], rounding_there=sizes[size][3])
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import common
     import torch
@@ -141,20 +195,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         def probed(fault: str | None, updates: int, which: int) -> None:
             prompts = probe.prompts_of(texts[8 * which : 8 * which + 24], 1000, 256)
-            both = probe.Probe(generation.engine, generation.model, prompts, device, dtype)
+            both = every_size()(generation.engine, generation.model, prompts, device, dtype)
             where = {"fault": fault, "updates": updates, "prompts": which}
             generation.engine.wake()
             if fault != "noise lost":
                 change[0] = change_of(fault) if fault not in (None, "unquantized") else None
                 t = time.time()
                 result, _ = both.adapter(generation.sync_weights)
-                records.append(where | {"kind": "adapter", "seconds": round(time.time() - t, 3)} | vars(result))
+                records.append(where | told_of(result, both) | {"seconds": round(time.time() - t, 3)})
                 change[0] = None
             if args.noise and which < NOISE_SETS and fault in (None, "noise lost"):
                 change[0] = fault
                 t = time.time()
                 result = both.noise(put, trainer.aqn.under)
-                records.append(where | {"kind": "noise", "seconds": round(time.time() - t, 3)} | vars(result))
+                records.append(where | told_of(result, both) | {"seconds": round(time.time() - t, 3)})
                 change[0] = None
             generation.engine.sleep()
             if args.out:  # a command that is cut off leaves what it has
@@ -189,26 +243,25 @@ def table(engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     measured is half of the limit, or twice)."""
     import torch
 
-    from qerl_trl.rollout.probe import CLEAN, FLOOR, SHARE, ProbeResult
+    from qerl_trl.rollout.probe import FLOOR
 
     rows = []
     for fault in (None, *FAULTS):
-        counts, base, share = {"passed": 0, "undecided": 0, "refused": 0}, [], []
+        counts, base, changed = {"passed": 0, "undecided": 0, "refused": 0}, [], []
         for engine in engines:
-            floor = FLOOR[getattr(torch, engine["dtype"])]
             for record in engine["records"]:
                 if record["fault"] != fault:
                     continue
-                result = ProbeResult(**{f.name: record.get(f.name) for f in fields(ProbeResult)} | {"floor": floor})
+                result = judged(record, FLOOR[getattr(torch, engine["dtype"])])
                 counts["refused" if result.fault else "undecided" if result.undecided else "passed"] += 1
-                base.append(result.base_difference / (CLEAN * result.rounding + floor))
-                share += [result.difference / result.effect / SHARE] if result.size else []
+                base.append(result.base_difference / result.limits[0])
+                changed += [result.difference / result.limits[1]] if result.size else []
         if fault is None:
-            margins = {"base": 1 / max(base, default=1), "adapter or noise": 1 / max(share, default=1)}
+            margins = {"base": 1 / max(base, default=1), "adapter or noise": 1 / max(changed, default=1)}
         elif fault == "unquantized":
             margins = {"base": min(base, default=None), "adapter or noise": None}
         else:
-            margins = {"base": None, "adapter or noise": min(share, default=None)}
+            margins = {"base": None, "adapter or noise": min(changed, default=None)}
         rows.append(
             {
                 "fault": fault or "healthy",

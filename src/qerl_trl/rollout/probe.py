@@ -8,22 +8,21 @@ log-probabilities, in nats:
     effect             trainer with and without a probe adapter, on tokens sampled without it
     difference         engine and trainer, both with the probe adapter, on tokens that the engine samples with it
 
-The rules:
+The rules, with the rounding of the same tokens:
 
     clean difference <= CLEAN * rounding + floor      the same base
-    difference       <= SHARE * effect                the same adapter
+    difference       <= CHANGED * rounding            the same adapter
 
-The probe adapter has a random B, scaled so that each adapted layer's output moves by the same fraction of its own size. The fraction is the
-smallest with
+An engine that computes the same differs by what rounding does, whatever the model, the adapter and its size: 0.3 to 1.9 times. The probe adapter has
+a random B, scaled so that each adapted layer's output moves by the same fraction of its own size. The fraction is the smallest with
 
-    effect >= CONTRAST * max(clean difference, rounding with the adapter)
+    effect >= ENOUGH * max(clean difference, rounding with the adapter)
 
-so that the model is still itself: larger ones make a pretrained model chaotic, and then rounding explains any difference. Only the trainer is
-asked, since a fault enlarges the engine's difference. Without such a fraction the check is undecided, and the run goes on. The trainer's own adapter is
-restored bit for bit and synced again.
+or else the one with the largest ratio, below the effects at which a pretrained model becomes chaotic (CHAOTIC). Only the trainer is asked, since a
+fault enlarges the engine's difference. Below a ratio of CONTRAST the check is undecided, and the run goes on. The trainer's own adapter is restored
+bit for bit and synced again.
 
-Noise on the norms is checked by the same rules (`Probe.noise`), with the smallest sigma that moves the trainer enough. A model that is trained
-without an adapter has the first rule only.
+Noise on the norms is checked by the same rules (`Probe.noise`). A model that is trained without an adapter has the first rule only.
 
 The thresholds were measured on pretrained and random models, healthy and with planted faults: docs/source/rollout.md#the-check-at-start.
 """
@@ -32,7 +31,7 @@ import contextlib
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -56,7 +55,11 @@ from .spec import active_adapter, rollout_layers
 logger = logging.getLogger(__name__)
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
-CLEAN, SHARE, CONTRAST = 4.0, 0.15, 10.0
+CLEAN, CHANGED = 4.0, 3.5
+#: effect over rounding: below the first nothing can be told, at the second no more is asked for
+CONTRAST, ENOUGH = 10.0, 25.0
+#: nats of effect beyond which a pretrained model is no longer itself
+CHAOTIC = 3.0
 #: nats that are never called a disagreement: small means scatter, and logits are themselves rounded
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 #: by how much the probe adapter moves each layer's output, relative to its size
@@ -79,7 +82,7 @@ class Clean:
 @dataclass(frozen=True)
 class ProbeResult:
     """What was measured (see the module), in nats. `size` is the fraction or sigma; it and what follows is `None` where there was nothing to
-    probe with, or no size moved the trainer enough."""
+    probe with, or no size moved the trainer enough. `rounding_there`: of the same tokens as `difference`."""
 
     base_difference: float
     rounding: float
@@ -88,7 +91,7 @@ class ProbeResult:
     effect: float | None = None
     size: float | None = None
     difference: float | None = None
-    there: float | None = None
+    rounding_there: float | None = None
 
     @property
     def undecided(self) -> bool:
@@ -98,12 +101,17 @@ class ProbeResult:
     @property
     def fault(self) -> str | None:
         """What the engine computes in another way than the trainer, if anything."""
-        bound = CLEAN * self.rounding + self.floor
-        if not self.base_difference <= bound:
-            return f"clean log-probabilities differ by {self.base_difference:.3f} nats (at most {bound:.3f}): other weights or norms"
-        if self.size is None or self.difference <= SHARE * self.effect:  # type: ignore[operator]  # numbers where size is
+        clean, changed = self.limits
+        if not self.base_difference <= clean:
+            return f"clean log-probabilities differ by {self.base_difference:.3f} nats (at most {clean:.3f}): other weights or norms"
+        if self.difference is None or self.difference <= changed:
             return None
-        return f"the {self.kind} acts otherwise: {self.difference:.3f} nats apart where it moves the trainer by {self.effect:.3f}"
+        return f"the {self.kind} acts otherwise: {self.difference:.3f} nats apart (at most {changed:.3f}) where it moves the trainer by {self.effect:.3f}"
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of the clean difference, and of the difference with adapter or noise."""
+        return CLEAN * self.rounding + self.floor, CHANGED * max(self.rounding_there or 0.0, self.floor / 4)
 
     def __str__(self) -> str:
         clean = f"log-probabilities differ by {self.base_difference:.4f} nats (rounding {self.rounding:.4f})"
@@ -212,7 +220,7 @@ class Probe:
                 put(draw_of(0.0))
 
         with self._scoring():
-            return self._compared("noise", SIGMAS, known or self._clean(), sample, lambda sigma: under(draw_of(sigma)) if sigma else None)
+            return self._compared("noise", SIGMAS, known or self._clean(), sample, lambda sigma: under(draw_of(sigma)))
 
     def again(self, then: float | None = None) -> ProbeResult:
         """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
@@ -250,27 +258,26 @@ class Probe:
             with change(size) or contextlib.nullcontext():
                 return self._score(completions, exact)
 
-        best, size, effect = 0.0, 0.0, 0.0
-        for tried in sizes:
-            moved = score(known.completions, tried)
-            found = mean_difference(moved, known.scored)
-            # the second forward only where the effect is enough but for the rounding
-            if found < max(CONTRAST * known.difference, FLOOR[self.dtype]):
-                effect = max(effect, 0.0 if size else found)
-                continue
-            rounding = max(known.difference, mean_difference(moved, score(known.completions, tried, exact=True)))
-            if found > best * rounding:
-                best, size, effect = found / max(rounding, 1e-9), tried, found
-            if best >= 2 * CONTRAST:
-                break
+        least = FLOOR[self.dtype] / 4
+
+        def measured() -> Iterator[tuple[float, float, float]]:
+            for tried in sizes:
+                moved = score(known.completions, tried)
+                found, rounding = mean_difference(moved, known.scored), max(known.difference, least)
+                # the second forward only where the effect is enough but for the rounding
+                if found >= CONTRAST * rounding:
+                    rounding = max(rounding, mean_difference(moved, score(known.completions, tried, exact=True)))
+                yield tried, found, rounding
+
+        size, effect = large_enough(measured())
         result = ProbeResult(known.difference, known.rounding, FLOOR[self.dtype], kind, effect)
-        if best < CONTRAST:
+        if size is None:
             return result
         completions = sample(size)
         changed = score(completions, size)
         difference = mean_difference(changed, torch.tensor([completion.logps for completion in completions]))
-        there = mean_difference(changed, score(completions, 0.0))
-        return replace(result, size=size, difference=difference, there=there)
+        rounding = mean_difference(changed, score(completions, size, exact=True))
+        return replace(result, size=size, difference=difference, rounding_there=rounding)
 
     def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
         """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""
@@ -283,6 +290,19 @@ class Probe:
         finally:
             reshard(self.model)
         return logits.log_softmax(-1).gather(-1, ids[:, -_NEW_TOKENS:, None]).squeeze(-1)
+
+
+def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float | None, float]:
+    """Of ascending (size, effect, rounding): the size to compare at and its effect; `None` where none stands out of the rounding."""
+    best: tuple[float, float | None, float] = (0.0, None, 0.0)
+    for size, effect, rounding in measured:
+        if effect > CHAOTIC and best[0] >= CONTRAST:
+            break
+        best = max(best, (effect / rounding, size, effect), key=lambda each: each[0])
+        if best[0] >= ENOUGH:
+            break
+    ratio, chosen, effect = best
+    return (chosen if ratio >= CONTRAST else None), effect
 
 
 def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) -> list[list[int]]:
