@@ -95,7 +95,7 @@ def test_log_probabilities_that_are_all_nan_end_the_run(make_engine_trainer):  #
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [math.nan] * len(logps))
     before = adapter_of(trainer)
-    with told(RuntimeError, "no finite log-probability for 16 of the 16 tokens", "resume from the last checkpoint"):
+    with told(RuntimeError, "no finite log-probability for 16 of the 16 tokens", "Then resume"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 
@@ -107,7 +107,7 @@ def test_log_probabilities_of_which_many_are_nan_end_the_run(make_engine_trainer
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [*logps[:-1], math.nan])
     before = adapter_of(trainer)
-    with told(RuntimeError, "no finite log-probability for 4 of the 16 tokens", "resume from the last checkpoint"):
+    with told(RuntimeError, "no finite log-probability for 4 of the 16 tokens", "Then resume"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 
@@ -135,9 +135,7 @@ def test_log_probabilities_that_were_not_sampled_with_end_the_run(make_engine_tr
     """A constant 0.3 nats are a KL of 0.04, below every threshold."""
     trainer = make_engine_trainer(max_steps=6)
     tamper(trainer, change)
-    with told(
-        RuntimeError, "rollout/logp_gap", "3 rollouts in a row", "temperature", "resume from the last checkpoint"
-    ):
+    with told(RuntimeError, "rollout/logp_gap", "3 rollouts in a row", "temperature", "Then resume"):
         trainer.train()
     assert trainer.state.global_step == 2  # told at once, ended in the third
     assert "The rollout's log-probabilities are not those" in caplog.text
@@ -155,7 +153,7 @@ def test_log_probabilities_that_were_not_sampled_with_end_the_run(make_engine_tr
 def test_a_constant_error_is_more_than_truncation_explains(make_engine_trainer, error, top_p):  # noqa: F811
     trainer = make_engine_trainer(max_steps=6, top_p=top_p, per_device_train_batch_size=16)
     tamper(trainer, lambda logps: [value + error for value in logps])
-    with told(RuntimeError, "rollout/logp_gap", "tokens are left out", "resume from the last checkpoint"):
+    with told(RuntimeError, "rollout/logp_gap", "tokens are left out", "Then resume"):
         trainer.train()
     assert trainer.state.global_step == 2
 
@@ -200,7 +198,7 @@ def test_noise_that_adds_up_ends_the_run(make_engine_trainer, monkeypatch):  # n
     set_noise = StandIn.set_noise
     trainer = make_engine_trainer(max_steps=4)
     monkeypatch.setattr(StandIn, "set_noise", accumulate)
-    with told(RuntimeError, "sigma 0.01 was asked for", "left on or adds up", "resume from the last checkpoint"):
+    with told(RuntimeError, "sigma 0.01 was asked for", "left on or adds up", "Then resume"):
         trainer.train()
 
 
