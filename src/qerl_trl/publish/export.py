@@ -42,7 +42,6 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import save_generation_config
-from ..support import secrets
 from ..support.names import full_tensor, is_sharded, reshard
 from . import merge
 from . import write as writer
@@ -256,18 +255,14 @@ def _on_rank_zero(
         reshard(policy.model)
         trained = ((name, p) for name, p in policy.model.named_parameters() if is_trained(name))
         policy = policy._replace(gathered={name: full_tensor(p).cpu() for name, p in trained})  # collective
-    written: list[Any] = ["it was interrupted"]
+    written: list[Any] = [None]
     try:
         if exported.accelerator.is_main_process:
             with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
-                written[0] = write(whole)
-    except Exception as error:
-        written[0] = secrets.redact(f"{type(error).__name__}: {error}")
-        raise
+                written = [write(whole)]
     finally:
         broadcast_object_list(written)
-    if isinstance(written[0], str):
-        raise RuntimeError(f"Rank 0 failed, and this export with it: {written[0]}")
+    assert written[0] is not None, "rank 0 could not write this export; its own error says why"
     return written[0]
 
 
