@@ -95,7 +95,7 @@ def test_log_probabilities_that_are_all_nan_end_the_run(make_engine_trainer):  #
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [math.nan] * len(logps))
     before = adapter_of(trainer)
-    with told(RuntimeError, "no finite log-probability for 16 of the 16 tokens", "Then resume"):
+    with told(RuntimeError, "no finite log-probability for 16 of the 16 tokens", "resume from the last checkpoint"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 
@@ -107,7 +107,7 @@ def test_log_probabilities_of_which_many_are_nan_end_the_run(make_engine_trainer
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [*logps[:-1], math.nan])
     before = adapter_of(trainer)
-    with told(RuntimeError, "no finite log-probability for 4 of the 16 tokens", "Then resume"):
+    with told(RuntimeError, "no finite log-probability for 4 of the 16 tokens", "resume from the last checkpoint"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 
@@ -198,7 +198,7 @@ def test_noise_that_adds_up_ends_the_run(make_engine_trainer, monkeypatch):  # n
     set_noise = StandIn.set_noise
     trainer = make_engine_trainer(max_steps=4)
     monkeypatch.setattr(StandIn, "set_noise", accumulate)
-    with told(RuntimeError, "sigma 0.01 was asked for", "left on or adds up", "Then resume"):
+    with told(RuntimeError, "sigma 0.01 was asked for", "left on or adds up", "resume from the last checkpoint"):
         trainer.train()
 
 
