@@ -94,7 +94,7 @@ def test_a_secret_in_any_other_argument_is_refused_by_name(tmp_path, argument):
 
 
 def test_an_engine_that_logs_its_arguments_gets_no_secret(tmp_path):
-    with pytest.raises(ValueError, match=r"vllm_engine_kwargs\.hf_token is a secret.*HF_TOKEN") as error:
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs\.hf_token contains a secret.*HF_TOKEN") as error:
         settings(tmp_path, vllm_engine_kwargs={"hf_token": PLAIN})
     assert PLAIN not in str(error.value)
 

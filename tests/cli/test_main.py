@@ -473,6 +473,8 @@ def test_eval_asks_as_the_run_and_the_task_do(tiny_model_dir, tiny_tokenizer, tm
         assert code == 0, err
     assert asked[0] == (["1? aloud"], {"enable_thinking": False})
     assert asked[1][1] == {"enable_thinking": False} and "aloud" not in asked[1][0][0]
+    code, _, err = call("eval", tmp_path / "run", *of_the_task, "--data", tmp_path)
+    assert code == 2 and "Leave one out" in err
 
 
 def test_merge_asks_as_eval_does(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):

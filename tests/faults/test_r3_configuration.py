@@ -81,6 +81,12 @@ def test_a_rank_that_trains_nothing_is_refused_by_peft(make_trainer, base_format
         make_trainer(base_format=base_format, peft_config=lora(**options))
 
 
+@fault("R3.bad_rank")
+def test_an_alpha_that_trains_nothing_is_refused(make_trainer):  # noqa: F811
+    with told(ValueError, "lora_alpha is 0", "Check"):
+        make_trainer(peft_config=lora(lora_alpha=0))
+
+
 @pytest.mark.vllm
 @fault("R3.adapter_kind_with_vllm")
 @pytest.mark.parametrize(

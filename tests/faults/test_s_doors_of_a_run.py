@@ -5,7 +5,6 @@ Each case passed silently when it was written.
 
 import copy
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -234,12 +233,3 @@ def test_a_reference_that_moves_is_gone_on_with(tiny_runs, tmp_path, caplog):  #
     seal.seal(tmp_path / "without", seal.recorded_run(tmp_path / "without"))
     all_trained(tiny_runs, tmp_path / "on").train(resume_from_checkpoint=str(tmp_path / "without"))
     assert f"without has no {REFERENCE_NAME}" in caplog.text
-
-
-@fault("S.resume_other_data")
-def test_streamed_data_are_said_to_be_taken_on_trust(tiny_runs, tmp_path, caplog):  # noqa: F811
-    caplog.set_level(logging.WARNING)
-    for steps, word in ((1, "say "), (2, "sing ")):
-        rows = PROMPTS.map(lambda row, word=word: {"prompt": word + row["prompt"]}).to_iterable_dataset()
-        tiny_runs.command(tmp_path / "run", dataset=rows, max_steps=steps)
-    assert "training data are streamed" in caplog.text

@@ -161,7 +161,7 @@ def test_an_export_with_a_damaged_manifest_is_named_and_made_again(content, dens
     out = tmp_path / "out"
     quantize_folder(dense, out)
     write_manifest(out, content)
-    with told(ValueError, str(out), "unreadable", "Export it again"):
+    with told(ValueError, str(out), "unreadable", "export it"):
         hub.push_folder(out, REPO)
     with told(ValueError, str(out), "already exists", "overwrite"):
         quantize_folder(dense, out)

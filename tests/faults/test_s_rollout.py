@@ -91,7 +91,7 @@ def test_an_adapter_on_the_embeddings_is_refused_before_training(make_trainer): 
     """At 843f908 the probe passed at 0.0000, and after 6 steps engine and trainer were 1.61 nats apart."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
     with told(
-        ValueError, "embed_tokens", "vLLM rollouts cannot carry this adapter", "target modules", "use_vllm=False"
+        ValueError, "embed_tokens", "vLLM rollouts cannot carry this adapter", "target_modules", "use_vllm=False"
     ):
         make_trainer(peft_config=lora)
 

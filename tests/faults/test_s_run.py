@@ -115,7 +115,7 @@ def test_prompts_beyond_the_model_are_refused_at_start(tiny_runs, tmp_path):  # 
     with told(ValueError, "1 of 2 prompts", "the longest has 600 tokens", "the model takes 512", "Filter them out"):
         tiny_runs.trainer(tmp_path, dataset=data)
     data = Dataset.from_dict({"prompt": ["say one ", "say " * 127]})
-    with told(ValueError, "1 of 2 prompts", "508 tokens", "takes 512", "Lower max_completion_length to 4"):
+    with told(ValueError, "1 of 2 prompts", "508 tokens", "takes 512", "lower max_completion_length"):
         tiny_runs.trainer(tmp_path, dataset=data, max_completion_length=5)
 
 
@@ -131,7 +131,7 @@ def test_prompts_that_nobody_can_count_are_not_trained_on(tiny_runs, tmp_path): 
 
     trainer = tiny_runs.trainer(tmp_path, rollout_func=wandering, aqn=False)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora" in name}
-    with told(ValueError, "600 tokens", "completion of 3", "512 tokens in all", "rollout function"):
+    with told(ValueError, "600 tokens", "completion of 3", "takes, 512 tokens", "Leave such prompts out"):
         trainer.train()
     assert all(torch.equal(value, trainer.model.state_dict()[name]) for name, value in before.items())
 

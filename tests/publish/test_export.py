@@ -494,8 +494,11 @@ def _ddp_rank(rank, port, policy, folder, results):
         base_sha256=base_sha256(policy),
         _name="QeRL-GRPO",
         chat_template_kwargs={},
+        eos_token_ids=[],
     )
     run = export.save_merged(trainer, folder, dtype=torch.float32)
+    with pytest.raises(AssertionError if rank else ValueError, match="rank 0" if rank else "already exists"):
+        export.save_merged(trainer, folder, dtype=torch.float32)
     results.put((rank, run["kind"], run["settings"]["global_step"]))
 
 

@@ -179,7 +179,7 @@ def test_a_loss_without_gradient_at_the_end_of_a_group_is_refused(make):  # noqa
 
     trainer._compute_loss = detached
     before = adapter_of(trainer)
-    with pytest.raises(RuntimeError, match="micro-batches 0 to 3 needs"):
+    with pytest.raises(RuntimeError, match="Micro-batches 0 to 3 are computed in one pass"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 

@@ -192,7 +192,8 @@ def read_manifest(folder: str | os.PathLike) -> Manifest:
     try:
         content = json.loads(Path(folder, MANIFEST_NAME).read_bytes())
         files = content["files"]
-        outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+        sized = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+        outside = [name for name in sized if Path(name).is_absolute() or ".." in Path(name).parts]
         if outside or content["sha256"] != _own_sha256(content):
             raise ValueError(f"it was changed after it was written, or names files outside of the folder: {outside}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's and Unicode's errors are ValueErrors

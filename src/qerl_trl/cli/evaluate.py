@@ -94,6 +94,8 @@ def _chosen(
     said = {"chat_template_kwargs": recorded_template_kwargs(settings), **said}
     said = {name: value for name, value in said.items() if value is not None}
     if named is not None:
+        if data is not None:
+            raise ValueError(f"--task {named} has problems of its own, so --data {data} is not read. Leave one out.")
         task = Task.read(task_file(named))
         held_out = task.splits()[1]
         return dataclasses.replace(_protocol_of(task, held_out, settings), **said), Path(named).stem, task, held_out

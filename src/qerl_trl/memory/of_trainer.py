@@ -208,8 +208,9 @@ class OutOfMemory:
         trainer = self._trainer
         reason = ". ".join(str(error).strip().split("\n")[0].split(". ")[:2]).rstrip(".")
         if "_monitor" not in vars(trainer):  # it is set when the trainer is complete
-            when = "while the model was loaded" if trainer.memory_plan is None else "when the engine started"
-            return f"Out of memory {when}: {reason}. {self._change(error, 'rollout')}"
+            loading = trainer.memory_plan is None
+            what = "Out of memory while the model was loaded" if loading else "Out of memory when the engine started"
+            return f"{what}: {reason}. {self._change(error, 'rollout')}"
         inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         resume = "No checkpoint was written yet, so the run starts over."
         if trainer._saved is not None:

@@ -278,10 +278,12 @@ def check_adapter(model: PeftModel) -> None:
     """Refuse an adapter that cannot train, or on embeddings tied to the head; warn about what would train badly."""
     for config in model.peft_config.values():
         check_is_lora(config)
-    if not any("lora_" in name and p.requires_grad for name, p in model.named_parameters()):
+    layers = adapted_layers(model)
+    scaled = any(any(layer.scaling.values()) for layer in layers.values())  # by lora_alpha
+    if not scaled or not any("lora_" in name and p.requires_grad for name, p in model.named_parameters()):
         raise ValueError(
-            f"The model has {len(adapted_layers(model))} LoRA layers and none of their parameters requires a gradient. "
-            "Check target_modules, and pass is_trainable=True where the adapter is loaded."
+            f"The model has {len(layers)} LoRA layers and none of their parameters requires a gradient, or lora_alpha is "
+            "0. Check target_modules, and pass is_trainable=True where the adapter is loaded."
         )
     base: Any = model.get_base_model()
     if isinstance(base.get_input_embeddings(), LoraLayer) and base.config.get_text_config().tie_word_embeddings:

@@ -191,6 +191,11 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
         for name, module in linears.items()
         if type(module) is nn.Linear and chosen.is_quantized(name, module.in_features)
     }
+    odd = [name for name, m in linears.items() if m.in_features % BLOCK_SIZE and chosen.is_quantized(name, BLOCK_SIZE)]
+    if odd:
+        logger.info(
+            "%d linear layers stay dense: their width is no multiple of %d (%s ...)", len(odd), BLOCK_SIZE, odd[0]
+        )
     return quantized, {name: module for name, module in linears.items() if name not in quantized}
 
 

@@ -246,7 +246,7 @@ def _on_rank_zero(
     write: Callable[[TrainedPolicy], Export],
     adapter_only: bool = False,
 ) -> Export:
-    """Run `write` in the main process; the others wait, and are ended by the launcher if it failed."""
+    """Run `write` in the main process; the others wait, and fail if it failed."""
     policy = trained_policy_of(exported, tokenizer)
     if not is_trainer(exported):
         return write(policy)
@@ -256,10 +256,13 @@ def _on_rank_zero(
         trained = ((name, p) for name, p in policy.model.named_parameters() if is_trained(name))
         policy = policy._replace(gathered={name: full_tensor(p).cpu() for name, p in trained})  # collective
     written: list[Any] = [None]
-    if exported.accelerator.is_main_process:
-        with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
-            written = [write(whole)]
-    broadcast_object_list(written)
+    try:
+        if exported.accelerator.is_main_process:
+            with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
+                written = [write(whole)]
+    finally:
+        broadcast_object_list(written)
+    assert written[0] is not None, "rank 0 could not write this export; its own error says why"
     return written[0]
 
 

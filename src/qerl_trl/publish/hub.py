@@ -133,7 +133,11 @@ def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> s
         repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
         is_private = api.repo_info(repo_id).private
     if is_private != private:
-        there, asked, remedy = "PUBLIC", "private", "publish there on purpose: private=False (--public)"
+        there, asked, remedy = (
+            "PUBLIC",
+            "private",
+            "publish there on purpose: private=False (--public, hub_private_repo=False)",
+        )
         if is_private:
             there, asked, remedy = "private", "public", "change its visibility on the Hub"
         raise HubError(

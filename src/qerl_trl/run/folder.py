@@ -119,7 +119,7 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
             found = None
     if found is None:
         raise ValueError(
-            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} {what}. Name a checkpoint-<step>, or leave it out. To train an export's adapter: "
+            f"resume_from_checkpoint={resume_from_checkpoint!r} {what}. Name a checkpoint-<step>, or leave it out. To train an export's adapter: "
             "model=qerl_trl.load_adapter(model, folder, is_trainable=True)."
         )
     return found

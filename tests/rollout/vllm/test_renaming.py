@@ -60,7 +60,9 @@ def test_known_names_decide_between_spellings():
 def test_a_name_that_no_rule_gives_is_refused():
     renaming = Renaming()
     renaming.add(WeightsMapper(orig_to_new_substr={"layers": "blocks.layers"}))
-    with pytest.raises(ValueError, match=r"cannot be turned back for its layer 'model\.layers\.0\.proj'"):
+    with pytest.raises(
+        ValueError, match=r"renames its layer 'model\.layers\.0\.proj' in a way that cannot be turned back"
+    ):
         renaming.original("model.layers.0.proj")
 
 
