@@ -38,12 +38,8 @@ HERE = Path(__file__).resolve().parent
 OUT = RESULTS / "real_models_h200.json"
 #: run -> the arm of `qerl-trl arms`
 RUNS = {
-    "nvfp4": "nvfp4-no-noise",
-    "nvfp4+noise": "nvfp4",
-    "bf16": "bf16-no-noise",
-    "bf16+noise": "bf16",
-    "server": "nvfp4",
-}
+    "nvfp4": "nvfp4-no-noise", "nvfp4+noise": "nvfp4", "bf16": "bf16-no-noise", "bf16+noise": "bf16", "server": "nvfp4",
+}  # fmt: skip
 RECIPE = "examples/configs/qwen2.5-3b.yaml"
 SETTINGS = {
     "max_steps": 20, "num_generations": 8, "generation_batch_size": 256, "per_device_train_batch_size": 16,
@@ -132,10 +128,8 @@ def reload(file: str, base: str, adapter: str | None = None) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
     reference = torch.load(file)
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, reference["dtype"]),
-        "device_map": {"": "cuda" if torch.cuda.is_available() else "cpu"},
-    }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {"dtype": getattr(torch, reference["dtype"]), "device_map": {"": device}}
     if getattr(AutoConfig.from_pretrained(base), "quantization_config", None) is not None:  # as the cards say
         options |= {"quantization_config": CompressedTensorsConfig(dequantize=True), "dtype": "auto"}
     model = AutoModelForCausalLM.from_pretrained(base, **options)
@@ -162,24 +156,18 @@ class Bench:
         self.options, self.work, self.lock = options, options.work.resolve(), threading.Lock()
         self.running: set[int] = set()
         site = self.work / "site"
-        info = (
-            site / "qerl_trl-0.1.0.dev0.dist-info"
-        )  # a checkout has no entry points, by which a server finds the plugin
+        # a checkout has no entry points, by which a server finds the plugin
+        info = site / "qerl_trl-0.1.0.dev0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (site / "sitecustomize.py").write_text((HERE / "shown_card.py").read_text() + KEEP)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qerl-trl\nVersion: 0.1.0.dev0\n")
-        (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nqerl_nvfp4 = qerl_trl.rollout.vllm.plugin:register\n"
-        )
+        plugin = "[vllm.general_plugins]\nqerl_nvfp4 = qerl_trl.rollout.vllm.plugin:register\n"
+        (info / "entry_points.txt").write_text(plugin)
         given = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(":") if path]
         self.elsewhere = ":".join(str(path) for path in given if not path.is_relative_to(ROOT))
         self.path = f"{site}:{ROOT / 'src'}:{ROOT / 'kernels/torch-ext'}:{self.elsewhere}"
-        self.names = {
-            str(self.work): "WORK",
-            str(ROOT): ".",
-            sys.prefix: "PYTHON",
-            **{path: "PYTHON" for path in self.elsewhere.split(":") if path},
-        }
+        self.names = dict.fromkeys([sys.prefix, *filter(None, self.elsewhere.split(":"))], "PYTHON")
+        self.names |= {str(self.work): "WORK", str(ROOT): "."}
         self.names |= {f"{Path(options.task).parent}/": ""} | {folder: name for name, folder, _ in options.model}
         self.record: dict[str, Any] = {"runs": []}
         self.logs: dict[str, str] = {}
@@ -369,20 +357,10 @@ class Run:
             began = time.perf_counter()
             code, lines = self.bench.call(command, **environment)
             found = json.loads(lines[-1]) if code == 0 and lines and lines[-1].startswith("{") else {}
-            agrees = (
-                {"agrees": found["kl"] <= KL and found["same_greedy"] >= SAME_GREEDY}
-                if found and name != "untrained"
-                else {}
-            )
-            made[name] = (
-                {
-                    "command": self.bench.clean(shlex.join(shown)),
-                    "exit_code": code,
-                    "seconds": round(time.perf_counter() - began, 1),
-                }
-                | found
-                | agrees
-            )
+            row = {"command": self.bench.clean(shlex.join(shown)), "exit_code": code}
+            made[name] = row | {"seconds": round(time.perf_counter() - began, 1)} | found
+            if found and name != "untrained":
+                made[name]["agrees"] = found["kl"] <= KL and found["same_greedy"] >= SAME_GREEDY
             if code:
                 made[name]["says"] = lines[-25:]
 
@@ -403,18 +381,16 @@ class Run:
         tool("push adapter", "push", "adapter", folder, repo, "--base-model", base, **online)
         script("reload merged", "reload", reference, str(self.place / "merged"), **stock)
         script("reload adapter", "reload", reference, base if packed else self.model, repo, **stock, **online)
-        self.row["passed"] = all(not each["exit_code"] and each.get("agrees", True) for each in made.values())
+        wrong = {name: each for name, each in made.items() if each["exit_code"] or not each.get("agrees", True)}
+        self.row["passed"] = not wrong
         hub.close()
         self.bench.keep(self.row)
-        wrong = {name: each for name, each in made.items() if each["exit_code"] or not each.get("agrees", True)}
         print(self.name, self.run, "passed" if self.row["passed"] else json.dumps(wrong, indent=1), flush=True)
 
 
 def main() -> None:
     if sys.argv[1:2] in (["refer"], ["reload"]):
-        {"refer": refer, "reload": reload}[sys.argv[1]](*sys.argv[2:])
-        sys.stdout.flush()
-        return
+        return {"refer": refer, "reload": reload}[sys.argv[1]](*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs=3, action="append", metavar=("NAME", "FOLDER", "SHA256"), default=[])
     parser.add_argument("--task", help="YAML file of the task.")
@@ -427,11 +403,8 @@ def main() -> None:
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
     options = parser.parse_args()
     if options.cpu:
-        options.model, options.task, options.parallel = (
-            [("tester/tiny-qwen2", str(ROOT / "examples/assets/tiny-qwen2"), "")],
-            "arithmetic",
-            1,
-        )
+        options.model = [("tester/tiny-qwen2", str(ROOT / "examples/assets/tiny-qwen2"), "")]
+        options.task, options.parallel = "arithmetic", 1
         options.runs = [run for run in options.runs if run != "server"]
     elif not options.model or not options.task:
         parser.error("--model and --task are needed, or --cpu.")
