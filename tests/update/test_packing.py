@@ -401,7 +401,7 @@ def test_a_rotary_embedding_that_depends_on_the_longest_sequence(make, tmp_path,
 
 def test_which_rotary_embeddings_depend_on_the_longest_sequence():
     def up_to(rope):
-        text = SimpleNamespace(rope_parameters=rope, max_position_embeddings=512)
+        text = SimpleNamespace(max_position_embeddings=512, to_dict=lambda: {"rope_parameters": rope})
         return packing.alike_up_to(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text)))
 
     long = {"rope_type": "longrope", "original_max_position_embeddings": 64}
