@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,30 +104,21 @@ SIZES = {"adapter": (0.03, 0.06, 0.1, 0.15, 0.2), "noise": (0.05, 0.1, 0.2, 0.4)
 
 def every_size() -> type:
     """The package's probe, which goes on after it has found a size."""
-    import contextlib
-
-    import torch
-
     from qerl_trl.rollout import probe
 
+    @dataclass(frozen=True)
     class EverySize(probe.Probe):
-        sizes: Any = ()
+        sizes: list[list[float]] = field(default_factory=list)
 
         def _compared(self, kind: str, sizes: Any, known: Any, sample: Any, change: Any) -> Any:
-            def score(completions: Any, size: float, exact: bool = False) -> Any:
-                with change(size) or contextlib.nullcontext():
-                    return self._score(completions, exact)
-
-            found = []
+            self.sizes.clear()
             for size in SIZES[kind]:
-                moved, exact = score(known.completions, size), score(known.completions, size, True)
-                completions = sample(size)
-                changed, there = score(completions, size), score(completions, size, True)
-                engine = torch.tensor([completion.logps for completion in completions])
-                pairs = (moved, known.scored), (moved, exact), (changed, engine), (changed, there)
-                found.append([size, *(float(f"{probe.mean_difference(*pair):.4g}") for pair in pairs)])
-            object.__setattr__(self, "sizes", found)
-            return probe.ProbeResult(known.difference, known.rounding, probe.FLOOR[self.dtype], kind)
+                moved = self._changed(known.completions, change, size)
+                exact = self._changed(known.completions, change, size, exact=True)
+                effect, rounding = probe.mean_difference(moved, known.scored), probe.mean_difference(moved, exact)
+                found = effect, rounding, *self._at(size, sample, change)
+                self.sizes.append([size, *(float(f"{number:.4g}") for number in found)])
+            return self._result(known, kind)
 
     return EverySize
 

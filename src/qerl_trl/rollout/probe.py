@@ -68,6 +68,10 @@ FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4)
 SIGMAS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
+#: changes the trainer's model by a size, for good or as long as what it returns is open
+Change = Callable[[float], contextlib.AbstractContextManager[None] | None]
+
+
 @dataclass(frozen=True)
 class Clean:
     """Engine and trainer with an adapter that adds nothing: greedy completions, the trainer's log-probabilities of their tokens (prompts, new
@@ -188,7 +192,7 @@ class Probe:
                     sizes += measured() if layers else []
                 nothing = not saved or not any(_together(torch._foreach_norm([*map(local_tensor, saved)])))
                 as_it_is = known if all(gather_object([nothing])) else None
-                result = ProbeResult(known.difference, known.rounding, FLOOR[self.dtype])
+                result = self._result(known)
                 if layers and result.fault is None:
                     result = self._compared("adapter", FRACTIONS, known, sample, adapt)
             finally:
@@ -226,22 +230,18 @@ class Probe:
         """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
         `then`: the rounding at start, measured again where it does not explain the difference."""
         with self._scoring():
-            known = self._clean(then)
-            if then is not None and not known.difference <= CLEAN * then + FLOOR[self.dtype]:
-                known = self._clean()
-        return ProbeResult(known.difference, known.rounding, FLOOR[self.dtype])
+            result = self._result(self._clean(then))
+            return self._result(self._clean()) if then is not None and result.fault else result
+
+    def _result(self, known: Clean, kind: str | None = None, effect: float | None = None) -> ProbeResult:
+        return ProbeResult(known.difference, known.rounding, FLOOR[self.dtype], kind, effect)
 
     def _clean(self, rounding: float | None = None) -> Clean:
         completions = self.engine.generate(self.prompts, _SAMPLING)
         scored = self._score(completions)
         if rounding is None:
             rounding = mean_difference(scored, self._score(completions, exact=True))
-        return Clean(
-            completions,
-            scored,
-            mean_difference(scored, torch.tensor([completion.logps for completion in completions])),
-            rounding,
-        )
+        return Clean(completions, scored, mean_difference(scored, _logps(completions)), rounding)
 
     def _compared(
         self,
@@ -249,35 +249,38 @@ class Probe:
         sizes: Sequence[float],
         known: Clean,
         sample: Callable[[float], list[Completion]],
-        change: Callable[[float], contextlib.AbstractContextManager[None] | None],
+        change: Change,
     ) -> ProbeResult:
-        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough. `change` changes the trainer's model by a
-        size, for good or as long as what it returns is open."""
-
-        def score(completions: list[Completion], size: float, exact: bool = False) -> torch.Tensor:
-            with change(size) or contextlib.nullcontext():
-                return self._score(completions, exact)
-
+        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough."""
         least = FLOOR[self.dtype] / 4
 
         def measured() -> Iterator[tuple[float, float, float]]:
             for tried in sizes:
-                moved = score(known.completions, tried)
+                moved = self._changed(known.completions, change, tried)
                 found, rounding = mean_difference(moved, known.scored), max(known.difference, least)
                 # the second forward only where the effect is enough but for the rounding
                 if found >= CONTRAST * rounding:
-                    rounding = max(rounding, mean_difference(moved, score(known.completions, tried, exact=True)))
+                    exact = self._changed(known.completions, change, tried, exact=True)
+                    rounding = max(rounding, mean_difference(moved, exact))
                 yield tried, found, rounding
 
         size, effect = large_enough(measured())
-        result = ProbeResult(known.difference, known.rounding, FLOOR[self.dtype], kind, effect)
+        result = self._result(known, kind, effect)
         if size is None:
             return result
-        completions = sample(size)
-        changed = score(completions, size)
-        difference = mean_difference(changed, torch.tensor([completion.logps for completion in completions]))
-        rounding = mean_difference(changed, score(completions, size, exact=True))
+        difference, rounding = self._at(size, sample, change)
         return replace(result, size=size, difference=difference, rounding_there=rounding)
+
+    def _at(self, size: float, sample: Callable[[float], list[Completion]], change: Change) -> tuple[float, float]:
+        """Engine and trainer under a size: their difference on what the engine samples, and the trainer's rounding there."""
+        completions = sample(size)
+        changed = self._changed(completions, change, size)
+        exact = self._changed(completions, change, size, exact=True)
+        return mean_difference(changed, _logps(completions)), mean_difference(changed, exact)
+
+    def _changed(self, completions: list[Completion], change: Change, size: float, exact: bool = False) -> torch.Tensor:
+        with change(size) or contextlib.nullcontext():
+            return self._score(completions, exact)
 
     def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
         """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""
@@ -290,6 +293,11 @@ class Probe:
         finally:
             reshard(self.model)
         return logits.log_softmax(-1).gather(-1, ids[:, -_NEW_TOKENS:, None]).squeeze(-1)
+
+
+def _logps(completions: list[Completion]) -> torch.Tensor:
+    """The engine's, (prompts, new tokens)."""
+    return torch.tensor([completion.logps for completion in completions])
 
 
 def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float | None, float]:
