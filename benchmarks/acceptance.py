@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -90,15 +89,7 @@ LAYOUTS = "examples/accelerate"
 CAPACITY, SIDE_BY_SIDE = 134.0, 4
 #: weights drawn at random rarely stop: each held-out problem is a completion of full length
 PROBLEMS, HELD_OUT = 512, 8
-#: what is noted -> the line by which it has happened
-MARKS = {
-    "ready_s": "  versions",
-    "evaluated_s": "Held-out accuracy before",
-    "trained_s": "Held-out accuracy, greedy",
-}
 LOGGED = ("seconds/", "rollout/", "memory/", "aqn/", "completions/mean_len")
-#: process groups of runs that have not ended; none outlives this script
-RUNNING: set[int] = set()
 
 
 def problems(folder: Path) -> None:
@@ -119,28 +110,6 @@ def environment(card: float, gpu: int, peak_file: Path, site: Path) -> dict[str,
     return found
 
 
-def watched(command: list[str], env: dict[str, str], timeout: float) -> tuple[int, list[str], dict[str, float]]:
-    """Exit code and lines of a process in a group of its own, which ends after `timeout` seconds, and when each of MARKS was seen."""
-    started, marks, lines = time.perf_counter(), dict[str, float](), list[str]()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        start_new_session=True,  # a launcher's child, which is the run, ends with it
-    )  # fmt: skip
-    RUNNING.add(process.pid)
-    timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
-    timer.start()
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        for mark, text in MARKS.items():
-            if text in line:
-                marks.setdefault(mark, round(time.perf_counter() - started, 1))
-    code = process.wait()
-    timer.cancel()
-    RUNNING.discard(process.pid)
-    return code, lines, marks
-
-
 def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, layout: str | None = None) -> dict:
     """One run, watched until it ends; what it printed, how long each part took, and how it ended."""
     card, name = 0 if layout else CARDS[size][arm], "-".join([size, *arm.split(), *([layout] if layout else [])])
@@ -152,7 +121,7 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, l
     command += ["--output_dir", str(output), *options_of(arm)]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
     peak_file, started = work / f"{name}.peak", time.perf_counter()
-    code, lines, marks = watched(launcher, environment(card, gpu, peak_file, work / "site"), timeout)
+    code, lines, marks = common.watched(launcher, environment(card, gpu, peak_file, work / "site"), timeout)
     (work / f"{name}.log").write_text("\n".join(lines))
     results = json.loads((output / "results.json").read_text()) if (output / "results.json").is_file() else {}
     on_all = ""  # a launcher that starts one process does not say so
@@ -216,12 +185,7 @@ def main() -> int:
     import torch
     from models import write_checkpoint
 
-    def end(signum, frame):
-        for group in RUNNING:
-            os.killpg(group, signal.SIGKILL)
-        os._exit(1)
-
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, common.end_all)
     begun, work, gpus = time.perf_counter(), options.work, list(range(torch.cuda.device_count()))
     problems(work / "problems")
     (work / "site").mkdir(parents=True, exist_ok=True)
@@ -244,7 +208,7 @@ def main() -> int:
         with lock:  # a run is the same where its whole line is
             results["runs"] = [*(e for e in results["runs"] if e["command"] != row["command"]), row]
             common.save(results, options.out)
-            shown = ("passed", "seconds", *MARKS, "peak_gib", "card_gib")
+            shown = ("passed", "seconds", *common.MARKS, "peak_gib", "card_gib")
             print(f"{size} {arm}", layout or "", {k: row.get(k) for k in shown}, flush=True)
             print(*row.get("last_lines", []), sep="\n", flush=True)
 

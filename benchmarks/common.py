@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +177,52 @@ def end(pid: int) -> None:
     psutil.wait_procs(family, timeout=10)  # the next one needs their memory
 
 
+#: processes of `watched` that have not ended
+RUNNING: set[int] = set()
+#: what is noted of a run -> the line by which it has happened
+MARKS = {
+    "ready_s": "  versions",
+    "evaluated_s": "Held-out accuracy before",
+    "trained_s": "Held-out accuracy, greedy",
+}
+
+
+def watched(
+    command: list[str],
+    environment: dict[str, str],
+    limit: float,
+    look: Callable[[str, float], Any] = lambda line, seconds: None,
+) -> tuple[int, list[str], dict[str, float]]:
+    """A process in a group of its own, which ends after `limit` seconds: exit code, lines, and the second at which each of `MARKS` was seen.
+    `look` gets each line as it comes, with its second."""
+    started, marks, lines = time.perf_counter(), dict[str, float](), list[str]()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True,  # a launcher's child, which is the run, ends with it
+    )  # fmt: skip
+    RUNNING.add(process.pid)
+    timer = threading.Timer(limit, end, (process.pid,))
+    timer.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        seconds = round(time.perf_counter() - started, 1)
+        look(line, seconds)
+        for mark in (mark for mark, text in MARKS.items() if text in line):
+            marks.setdefault(mark, seconds)
+    code = process.wait()
+    timer.cancel()
+    RUNNING.discard(process.pid)
+    return code, lines, marks
+
+
+def end_all(*_: Any) -> None:
+    """A signal's handler: nothing that was started outlives the script."""
+    for pid in list(RUNNING):
+        end(pid)
+    os._exit(1)
+
+
 def said_in(log: Path) -> list[str]:
     lines = log.read_text(errors="replace").splitlines()
     return [line for line in lines if line.strip() and "<frozen importlib" not in line]
@@ -221,10 +268,10 @@ def start_server(spec: Any, gpu: str | None, log: Path, *more: str) -> tuple[sub
     return start([*command, "--max-num-seqs", str(AT_A_TIME), *more], gpu, log)
 
 
-def start(command: list[str], gpu: str | None, log: Path) -> tuple[subprocess.Popen, str]:
-    """Start a server on a free port, in a process group of its own, on this GPU."""
+def start(command: list[str], gpu: str | None, log: Path, **more: str) -> tuple[subprocess.Popen, str]:
+    """Start a server on a free port, in a process group of its own, on this GPU. `more`: of its environment."""
     (port,) = free_ports(1)
-    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}) | more
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, "--port", str(port)], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

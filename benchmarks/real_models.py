@@ -55,7 +55,6 @@ CURVES = {
     "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma", "mismatch_kl": "rollout/mismatch_kl",
     "clipped": "completions/clipped_ratio", "seconds_rollout": "seconds/rollout", "seconds_update": "seconds/update",
 }  # fmt: skip
-MARKS = {"ready_s": "  versions", "evaluated_s": "Held-out accuracy before"}
 STEP = re.compile(r"^step (\d+) of \d+")
 #: put into sitecustomize.py after shown_card.py: the log records of a run as JSON lines
 KEEP = """
@@ -154,7 +153,6 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.work, self.lock = options, options.work.resolve(), threading.Lock()
-        self.running: set[int] = set()
         site = self.work / "site"
         # a checkout has no entry points, by which a server finds the plugin
         info = site / "qerl_trl-0.1.0.dev0.dist-info"
@@ -178,24 +176,14 @@ class Bench:
             text = text.replace(path, self.names[path])
         return text
 
-    def call(self, command: list[str], look: Any = lambda line: None, **environment: str) -> tuple[int, list[str]]:
-        """Exit code and lines of a process with this path; `look` sees each line as it comes."""
+    def call(
+        self, command: list[str], look: Any = lambda line, seconds: None, **environment: str
+    ) -> tuple[int, list[str], dict[str, float]]:
+        """`common.watched` with this path; lines without progress bars."""
         own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(common.free_ports(1)[0])}
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | common.ENVIRONMENT | own | environment, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        self.running.add(process.pid)
-        timer = threading.Timer(self.options.timeout, common.end, (process.pid,))
-        timer.start()
-        lines = []
-        for line in process.stdout or ():
-            lines.append(line.rstrip())
-            look(line)
-        code = process.wait()
-        timer.cancel()
-        self.running.discard(process.pid)
-        return code, [self.clean(line) for line in lines if not re.search(r"\d+%\|", line)]
+        environment = os.environ | common.ENVIRONMENT | own | environment
+        code, lines, marks = common.watched(command, environment, self.options.timeout, look)
+        return code, [self.clean(line) for line in lines if not re.search(r"\d+%\|", line)], marks
 
     def keep(self, row: dict[str, Any], lines: list[str] | None = None) -> None:
         with self.lock:
@@ -256,18 +244,15 @@ class Run:
                 common.end(server.pid)
 
     def watch(self, command: list[str], shown: dict[str, str]) -> None:
-        kept, began, marks, steps = self.place / "warnings.jsonl", time.perf_counter(), {}, {}
+        kept, began, steps = self.place / "warnings.jsonl", time.perf_counter(), dict[int, float]()
         kept.unlink(missing_ok=True)
 
-        def look(line: str) -> None:
-            seconds = round(time.perf_counter() - began, 1)
-            for mark in (mark for mark, text in MARKS.items() if text in line):
-                marks.setdefault(mark, seconds)
+        def look(line: str, seconds: float) -> None:
             if step := STEP.search(line):
                 steps.setdefault(int(step[1]), seconds)
 
         launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
-        code, lines = self.bench.call(launcher, look, WARNINGS_FILE=str(kept), **shown)
+        code, lines, marks = self.bench.call(launcher, look, WARNINGS_FILE=str(kept), **shown)
         file, times = self.place / "run/results.json", [steps[step] for step in sorted(steps)]
         results = json.loads(file.read_text()) if file.is_file() else {}
         said = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
@@ -303,28 +288,21 @@ class Run:
         url = f"http://127.0.0.1:{common.free_ports(1)[0]}"
         asking = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1"]
         launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.command("asking", *asking)[2:]]
-        _, lines = self.bench.call(launcher)
+        _, lines, _ = self.bench.call(launcher)
         printed = next((line for line in lines if line.startswith("vllm serve ")), None)
         if printed is None:
             raise RuntimeError("\n".join(["The trainer printed no command for a server:", *lines[-25:]]))
         room = words({"gpu-memory-utilization": 0.02, "kv-cache-memory-bytes": KV_GIB * 2**30})
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            *shlex.split(printed)[2:],
-            *room,
-        ]
-        command = [word.replace(self.name, self.model) if word == self.name else word for word in command]
+        given = [self.model if word == self.name else word for word in shlex.split(printed)[2:]]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *given, *room]
         log, began = self.place / "server.log", time.perf_counter()
-        with log.open("w") as file:
-            server = subprocess.Popen(
-                command, env=os.environ | common.ENVIRONMENT | {"PYTHONPATH": self.bench.path}, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-        self.bench.running.add(server.pid)
-        common.wait(server, url, log, self.bench.options.timeout)
+        server, url = common.start(command, None, log, **common.ENVIRONMENT, PYTHONPATH=self.bench.path)
+        common.RUNNING.add(server.pid)
+        try:
+            common.wait(server, url, log, self.bench.options.timeout)
+        except RuntimeError:
+            common.end(server.pid)
+            raise
         self.row |= {
             "server_command": f"{printed} {shlex.join(room)}",
             "server_ready_s": round(time.perf_counter() - began, 1),
@@ -355,7 +333,7 @@ class Run:
 
         def call(name: str, command: list[str], shown: list[str], **environment: str) -> None:
             began = time.perf_counter()
-            code, lines = self.bench.call(command, **environment)
+            code, lines, _ = self.bench.call(command, **environment)
             found = json.loads(lines[-1]) if code == 0 and lines and lines[-1].startswith("{") else {}
             row = {"command": self.bench.clean(shlex.join(shown)), "exit_code": code}
             made[name] = row | {"seconds": round(time.perf_counter() - began, 1)} | found
@@ -414,13 +392,8 @@ def main() -> None:
     os.environ.setdefault("QERL_SERVER_SECRET", os.urandom(32).hex())
     bench, began = Bench(options), time.perf_counter()
 
-    def stop(*_: object) -> None:
-        for process in list(bench.running):
-            common.end(process)
-        os._exit(1)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, common.end_all)
+    signal.signal(signal.SIGINT, common.end_all)
     runs = [Run(bench, model, run) for model in options.model for run in options.runs]
 
     def whole(run: Run) -> None:
