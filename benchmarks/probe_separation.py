@@ -22,7 +22,7 @@ from typing import Any
 
 RESULT = Path(__file__).parent / "results/probe_separation.json"
 #: healthy probes, probes of each fault of the adapter, and of noise, before training and after it; of an unquantized engine before it
-SETS, FAULT_SETS, NOISE_SETS, UNQUANTIZED_SETS = 8, 3, 4, 14
+SETS, FAULT_SETS, NOISE_SETS, UNQUANTIZED_SETS = 8, 2, 4, 14
 #: a result that is not of a real engine is not looked at
 FAULTS = (
     "lost",
@@ -98,8 +98,8 @@ def build(args: argparse.Namespace, folder: str) -> Any:
     return QeRLGRPOTrainer(args.model, letters, config, Dataset.from_list(prompts), peft_config=lora)
 
 
-#: of the adapter and of noise; all of them are measured
-SIZES = {"adapter": (0.03, 0.06, 0.1, 0.15, 0.2), "noise": (0.05, 0.1, 0.2, 0.4)}
+#: of the adapter and of noise; measured are all up to one that is well beyond what the package looks for
+SIZES = {"adapter": (0.05, 0.1, 0.15, 0.2, 0.3), "noise": (0.05, 0.1, 0.2, 0.4)}
 
 
 def every_size() -> type:
@@ -118,6 +118,8 @@ def every_size() -> type:
                 effect, rounding = probe.mean_difference(moved, known.scored), probe.mean_difference(moved, exact)
                 found = effect, rounding, *self._at(size, sample, change)
                 self.sizes.append([size, *(float(f"{number:.4g}") for number in found)])
+                if effect > 1.6 * probe.ENOUGH * max(rounding, known.difference) or effect > 2 * probe.CHAOTIC:
+                    break
             return self._result(known, kind)
 
     return EverySize
