@@ -23,6 +23,7 @@ import learning  # noqa: E402
 import multi_gpu_tables  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
+import real_models  # noqa: E402
 import rollout_tables  # noqa: E402
 import speed_tables  # noqa: E402
 from tests.faults import catalog, timed  # noqa: E402
@@ -254,6 +255,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": speed_tables.plan,
     "rollout": rollout_tables.rollout,
     "separation": probe_separation.markdown,
+    "real_models": real_models.markdown,
     "rollout_4096": rollout_tables.small_steps,
     "rollout_before": rollout_tables.before,
     "rollout_wanted": rollout_tables.wanted,
