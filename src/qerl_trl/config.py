@@ -264,7 +264,8 @@ class QeRLArguments(OnlineConfig):
         secrets.check_places(vars(self))
         self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
         _check_ranges(vars(self), _RANGES)
-        _check_ranges(self.vllm_engine_kwargs or {}, _RANGES_OF_AN_ENGINE, "vllm_engine_kwargs: ")  # type: ignore
+        engine = self.vllm_engine_kwargs or {}
+        _check_ranges(engine, _RANGES_OF_AN_ENGINE, "vllm_engine_kwargs: ")  # type: ignore[arg-type]
         for name, choices in _CHOICES.items():
             if (value := vars(self)[name]) not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")

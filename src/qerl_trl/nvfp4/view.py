@@ -35,7 +35,8 @@ class DecodedWeight(torch.Tensor):
         )
         view.layer = layer
         # transformers initializes weights without this mark
-        view._is_hf_initialized = getattr(layer.weight_packed, "_is_hf_initialized", False)  # type: ignore
+        ready = getattr(layer.weight_packed, "_is_hf_initialized", False)
+        view._is_hf_initialized = ready  # type: ignore[attr-defined]
         return view
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
