@@ -116,7 +116,8 @@ def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
     modules = (base.get_input_embeddings(), base.get_output_embeddings())
     names = {f"{name}.weight" for name, module in base.named_modules() if module in modules}
     with safe_open(file, framework="pt") as stored:
-        keys = {canonical_name(key): key for key in stored.keys() if mark in key and not is_trained(key)}  # noqa
+        ours = [key for key in stored.keys() if mark in key and not is_trained(key)]  # noqa: SIM118
+        keys = {canonical_name(key): key for key in ours}
         rows = {name: stored.get_tensor(keys[name]) for name in names & keys.keys()}
     now: tuple[int, ...] = tuple(modules[0].weight.shape)
     then: tuple[int, ...] = next((tuple(tensor.shape) for tensor in rows.values()), ())

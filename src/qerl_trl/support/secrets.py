@@ -185,7 +185,8 @@ def check_places(arguments: Mapping[str, Any]) -> None:
 
 def _is_secret(name: object, value: object) -> bool:
     """Whether `name` names a secret and `value` may be one: no short word, no placeholder."""
-    return _names_secret(name, value) and "<" not in value and len(value.strip()) >= _MIN_GIVEN  # type: ignore
+    named = _names_secret(name, value) and "<" not in value  # type: ignore[operator]
+    return named and len(value.strip()) >= _MIN_GIVEN  # type: ignore[attr-defined]
 
 
 def _names_secret(name: object, value: object) -> bool:
