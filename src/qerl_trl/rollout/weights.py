@@ -23,7 +23,7 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
-from .engine import AdapterTensors, Engine, Update, bits, changes, fingerprint
+from .engine import AdapterTensors, Engine, Update, changes, fingerprint, word_sum
 from .spec import active_adapter, check_servable, rollout_layers, trained_norms
 
 #: makes the whole tensors of sharded parameters available while it is open
@@ -134,7 +134,7 @@ class TrainedWeights(Trained):
                 parameter = cast(torch.Tensor, module._parameters[key])
                 with gather([parameter]):
                     whole = full_tensor(parameter)
-                    sums.append((name, bits(whole)))
+                    sums.append((name, word_sum(whole)))
                     yield name, whole
 
         engine.put_weights(stream())
@@ -250,12 +250,15 @@ class UpdateLayout:
         self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], flat: torch.Tensor
     ) -> None:
         """Write an update into `flat`, uint8 (nbytes,) on the tensors' device; alpha/r goes into b, in float32."""
-        scaled = [t.b.float() for t in adapter.values()]
-        if scaled:
-            scaled = list(torch._foreach_mul(scaled, [t.scaling for t in adapter.values()]))
-        sources = [*norms.values(), *(t.a for t in adapter.values()), *scaled]
+        views, sources = self.views(flat), [*norms.values(), *(t.a for t in adapter.values())]
+        halves = [(t.b.detach().float(), t.scaling) for t in adapter.values()]
+        if flat.is_cpu:  # one at a time, within the cache: a float32 copy of all would take longer than the rest
+            for (b, factor), view in zip(halves, views[len(sources) :], strict=True):
+                torch.mul(b, factor, out=view)
+        elif halves:
+            sources += torch._foreach_mul(*zip(*halves, strict=True))
         if sources:
-            torch._foreach_copy_(self.views(flat), [source.detach() for source in sources])
+            torch._foreach_copy_(views[: len(sources)], [source.detach() for source in sources])
 
     def unpack(self, flat: torch.Tensor) -> tuple[dict[str, AdapterTensors], dict[str, torch.Tensor]]:
         """Adapter and norms in `flat`, whose bytes they share."""
