@@ -13,7 +13,6 @@ states; `reset_prefix_cache` must follow before the next `generate`. `put` is al
 
 import functools
 import hashlib
-import hmac
 import math
 import os
 from abc import ABC, abstractmethod
@@ -357,8 +356,3 @@ def secret() -> str:
 def bearer(secret: str) -> str:
     """The `Authorization` header of a request."""
     return f"Bearer {secret}"
-
-
-def is_allowed(header: str | None, secret: str) -> bool:
-    """Whether a request with this `Authorization` header comes from the trainer."""
-    return hmac.compare_digest((header or "").encode(), bearer(secret).encode())
