@@ -351,8 +351,3 @@ def secret() -> str:
             f"""export {SECRET}=$(python3 -c "import secrets; print(secrets.token_hex(32))")"""
         )
     return value
-
-
-def bearer(secret: str) -> str:
-    """The `Authorization` header of a request."""
-    return f"Bearer {secret}"

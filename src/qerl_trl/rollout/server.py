@@ -1,9 +1,9 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-An update goes through memory that trainer and server share, or between hosts as the body of a request (weights.py); noise goes as four numbers.
-The server's workers put both in place (vllm/worker.py). Before that, the server is compared with the trainer's model: its settings, and every linear
-layer, embedding and norm by name and checksum ([`differences`]); checksums add up over tensor-parallel shards. Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
-not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
+The server is compared with the trainer's model first: its settings, and every linear layer, embedding and norm by name and checksum
+([`differences`]). Checksums add up over tensor-parallel shards. An update goes through memory that both share, or between hosts as the body of a
+request (weights.py); noise goes as four numbers. The server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes,
+through TRL's client. vLLM's NCCL weight transfer is not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
 """
 
 import contextlib
@@ -40,7 +40,6 @@ from .engine import (
     Sampling,
     Seeds,
     Update,
-    bearer,
     gather_prompts,
     secret,
 )
@@ -85,7 +84,7 @@ class Client(VLLMClient):
             time.sleep(retry_interval)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = bearer(self._secret)
+        request.headers["Authorization"] = f"Bearer {self._secret}"
         return request
 
     def call(self, method: str, *args: str) -> list[dict]:
@@ -177,8 +176,7 @@ class ServerEngine(Engine):
             raise RuntimeError(f"The server at {url} does not run the trainer's model:{listed}\n{self._advice()}")
         if urlsplit(url).scheme != "https" and not _is_loopback(url):
             logger.warning(
-                "%s is neither loopback nor https, so the secret, the adapter and all texts are not encrypted. Use "
-                "vLLM's --ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
+                "%s is neither loopback nor https, so others can read secret, adapter and texts. Use --ssl-certfile and --ssl-keyfile, or a tunnel.",
                 url,
             )
         logger.info("Updates go to %s %s.", url, "through /dev/shm" if self._local else "over the network")
@@ -199,13 +197,13 @@ class ServerEngine(Engine):
 
     def _deliver(self, update: Update) -> dict[str, Any]:
         """Bring an update to the server's host; what the workers have to know about it."""
-        layout = UpdateLayout.of(update.adapter, update.norms, DTYPES[self.spec.dtype])
+        layout = UpdateLayout.of(update, DTYPES[self.spec.dtype])
         if layout != self._layout:
             device = next(t.a.device for t in update.adapter.values())
             self._layout, self._memory = layout, SharedMemory(layout.nbytes, device) if self._local else None
             mapped = self._memory is not None and device.type == "cpu"
             self._flat = self._memory.data if mapped else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self._layout.pack(update.adapter, update.norms, self._flat)
+        self._layout.pack(update, self._flat)
         if self._memory is None:
             name = self.client.upload(self._flat.cpu().numpy().data)
         else:
@@ -282,12 +280,8 @@ def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Weigh
 
 
 def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a server runs otherwise than the trainer, in words; empty if it can generate for it.
-
-    Args:
-        spec, model: the trainer's.
-        ranks: answers of `qerl_describe`, one per tensor-parallel rank.
-    """
+    """What a server runs otherwise than the trainer's `spec` and `model`, in words; empty if it can generate for it. `ranks`: answers of
+    `qerl_describe`, one per tensor-parallel rank."""
     first, found = ranks[0], []
     if first["dtype"] != spec.dtype:
         found.append(f"it computes in {first['dtype']}, the trainer in {spec.dtype}")

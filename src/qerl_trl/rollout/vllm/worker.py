@@ -23,7 +23,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from ...noise.hooks import NoiseDraw
-from ..engine import CALL, MESSAGE_TIMEOUT, batch_invariant, bearer, secret
+from ..engine import CALL, MESSAGE_TIMEOUT, batch_invariant, secret
 from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
 from .linear import DenseMethod
 from .state import RolloutState
@@ -89,7 +89,7 @@ class QeRLWorkerExtension:
             flat = self._qerl_read(update["memory"], layout.nbytes)
             if checksum_of(flat) != update["checksum"]:
                 raise ValueError(
-                    f"The update of {layout.nbytes} bytes arrived damaged (another checksum), and nothing changed."
+                    f"The update of {layout.nbytes} bytes arrived damaged, and nothing changed. Send it again."
                 )
             adapter, norms = layout.unpack(flat)
             layers = state.load_adapter(adapter, norms, received=update["fingerprint"])
@@ -123,11 +123,9 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
         if isinstance(layer.quant_method, DenseMethod):
             weights[name] = summary("dense", layer.weight[rows])
         else:
-            divisor = layer.weight_global_scale.flatten()
-            divisor = divisor[start] if divisor.numel() > 1 else divisor[0]
-            weights[name] = summary(
-                "nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=float(divisor)
-            )
+            scales = layer.weight_global_scale.flatten()
+            scale = float(scales[start if scales.numel() > 1 else 0])
+            weights[name] = summary("nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=scale)
         if layer.bias is not None:
             weights[f"{name}.bias"] = summary("bias", layer.bias[rows])
     for name, module in state.model.named_modules():
@@ -153,7 +151,7 @@ class RolloutEndpoint:
     """Middleware of `vllm serve` around its application `app`."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app, self._allowed = app, bearer(secret()).encode("latin-1")
+        self.app, self._allowed = app, f"Bearer {secret()}".encode("latin-1")
         self._memory: SharedMemory | None = None  # of updates from another host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
