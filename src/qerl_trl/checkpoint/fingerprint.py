@@ -34,8 +34,8 @@ from ..support.names import canonical_name, is_part
 _CHUNK = 2**21
 #: odd numbers without a pattern: of a word's place, and of the two steps that mix it
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-#: parts of a parameter's name that an adapter adds
-_ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
+#: beginnings of the parts of a parameter's name that an adapter adds
+_ADAPTERS = re.compile(r"(?:^|\.)(?:lora_|modules_to_save|trainable_tokens_)")
 #: of a configuration, what says nothing of a forward, or is set by loading and training
 _NOT_OF_A_FORWARD = re.compile(
     r"_.*|transformers_version|(?:torch_)?dtype|quantization_config|architectures|auto_map|use_cache|tie_word_embeddings"
@@ -63,10 +63,12 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
     Args:
         device: that computes it, tensor by tensor; each tensor's own by default.
     """
-    named = list(_tensors(model))
-    if any(tensor.is_meta or is_part(tensor) for _, tensor in named):
-        return None
-    return sha256_of(row_of(name, tensor if device is None else tensor.to(device)) for name, tensor in named)
+    rows = []
+    for name, tensor in _tensors(model):
+        if tensor.is_meta or is_part(tensor):
+            return None
+        rows.append(row_of(name, tensor if device is None else tensor.to(device)))
+    return sha256_of(rows)
 
 
 def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
@@ -159,7 +161,7 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
 
 def is_trained(name: str) -> bool:
     """Whether a parameter of that name is an adapter's."""
-    return any(part.startswith(_ADAPTERS) for part in name.split("."))
+    return _ADAPTERS.search(name) is not None
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -167,14 +167,14 @@ class ModelBytes:
 def model_bytes(model: nn.Module) -> ModelBytes:
     """Count a model that is in memory; storage shared by tensors counts once."""
     storages: dict[tuple[int, str], tuple[int, bool]] = {}
+    sizes, trained_parameters = {False: 0, True: 0}, 0
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
         storages[(storage.data_ptr(), str(parameter.device))] = (storage.nbytes(), parameter.requires_grad)
-    return ModelBytes(
-        base=sum(size for size, requires_grad in storages.values() if not requires_grad),
-        trained=sum(size for size, requires_grad in storages.values() if requires_grad),
-        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-    )
+        trained_parameters += parameter.numel() * parameter.requires_grad
+    for size, trained in storages.values():
+        sizes[trained] += size
+    return ModelBytes(sizes[False], sizes[True], trained_parameters)
 
 
 def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes:

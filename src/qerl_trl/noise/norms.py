@@ -69,13 +69,6 @@ def _is_norm(module: nn.Module, width: int) -> bool:
     return shape == (width,)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, nn.Linear) or hasattr(module, "in_features"):  # the second: quantized by others
-        return True
-    # fused experts are one 3-D parameter per projection and no nn.Linear
-    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-
-
 def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> set[str]:
     """Names of the norms that fed a linear layer in one forward."""
     head = model.get_output_embeddings()
@@ -84,13 +77,10 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
     outputs: list[torch.Tensor] = []  # kept alive, so that a storage address stays one norm's for the whole trace
     fed: set[str] = set()
 
-    def on_norm(name: str):
-        def hook(module, args, output):
-            if isinstance(output, torch.Tensor):
-                outputs.append(output)
-                source[output.untyped_storage().data_ptr()] = name
-
-        return hook
+    def on_norm(name, module, args, output):
+        if isinstance(output, torch.Tensor):
+            outputs.append(output)
+            source[output.untyped_storage().data_ptr()] = name
 
     def on_linear(module, args, kwargs):
         for value in (*args, *kwargs.values()):
@@ -99,12 +89,13 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
                 if name is not None:
                     fed.add(name)
 
-    handles = [module.register_forward_hook(on_norm(name)) for name, module in norms.items()]
-    handles += [
-        module.register_forward_pre_hook(on_linear, with_kwargs=True)
-        for module in model.modules()
-        if module not in head_modules and _is_linear(module)
-    ]
+    handles = [module.register_forward_hook(partial(on_norm, name)) for name, module in norms.items()]
+    for module in model.modules():
+        linear = isinstance(module, nn.Linear) or hasattr(module, "in_features")  # the second: quantized by others
+        # fused experts are one 3-D parameter per projection and no nn.Linear
+        fused = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if module not in head_modules and (linear or fused):
+            handles.append(module.register_forward_pre_hook(on_linear, with_kwargs=True))
     device = next(model.parameters()).device
     try:
         with (

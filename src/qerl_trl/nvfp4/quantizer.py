@@ -291,6 +291,8 @@ def _in_memory(model: PreTrainedModel, tensors: dict[str, headers.TensorInfo]) -
             stand_in = torch.empty(0, device="meta")
             found = revert_weight_conversion(model, {f"{name}.weight": stand_in})
             renamed |= dict.fromkeys((key.removesuffix(".weight") for key in found), name) if len(found) == 1 else {}
+    if not renamed:
+        return tensors
     split = ((name.rpartition("."), info) for name, info in tensors.items())
     return {f"{renamed.get(module, module)}{dot}{last}": info for (module, dot, last), info in split}
 
