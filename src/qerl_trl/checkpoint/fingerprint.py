@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -64,10 +64,19 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
         device: that computes it, tensor by tensor; each tensor's own by default.
     """
     rows = []
-    for name, tensor in _tensors(model):
-        if tensor.is_meta or is_part(tensor):
-            return None
-        rows.append(row_of(name, tensor if device is None else tensor.to(device)))
+    for path, parameter in model.named_parameters():  # tied ones once
+        if is_trained(path):
+            continue
+        name = canonical_name(path)
+        tensors = {name: parameter}
+        if (state := getattr(parameter, "quant_state", None)) is not None:  # of bitsandbytes': the scales beside it too
+            tensors |= {f"{name}.{key}": value for key, value in state.as_dict().items()}
+        for key, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.is_meta or is_part(tensor):
+                return None
+            rows.append(row_of(key, tensor if device is None else tensor.to(device)))
     return sha256_of(rows)
 
 
@@ -162,19 +171,6 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
 def is_trained(name: str) -> bool:
     """Whether a parameter of that name is an adapter's."""
     return _ADAPTERS.search(name) is not None
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's parameters by canonical name, tied ones once; of bitsandbytes' also the scales beside them."""
-    for name, parameter in model.named_parameters():
-        if is_trained(name):
-            continue
-        name = canonical_name(name)
-        yield name, parameter
-        if (state := getattr(parameter, "quant_state", None)) is not None:
-            for key, value in state.as_dict().items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{name}.{key}", value
 
 
 @torch.no_grad()

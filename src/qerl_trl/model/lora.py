@@ -312,13 +312,13 @@ def warn_of_dropout(model: nn.Module) -> None:
     An adapter's own dropout (`lora_dropout`, 0.05 in TRL's scripts) is small beside it and chosen by the user.
     """
     config = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0}
     rates = set()
-    for module in model.modules():
+    for module in model.modules() if fields else ():
         rates |= {module.p} if isinstance(module, nn.Dropout) else set()
         # attention computes its own, with a number that it keeps
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
-    fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0 and v in rates}
-    if fields:
+    if fields := {name: rate for name, rate in fields.items() if rate in rates}:
         logger.warning(
             "The update drops activations (%s) and the rollout does not, so the two policies differ by chance at "
             "every step, without any noise of ours. Set model_init_kwargs=%s, unless it is meant.",

@@ -44,7 +44,13 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
     """
     whole: Any = unwrap(model)
     text = whole.config.get_text_config(decoder=True)
-    norms = {name: module for name, module in whole.named_modules() if _is_norm(module, text.hidden_size)}
+    norms = {}
+    for name, module in whole.named_modules():
+        weight = module._parameters.get("weight")
+        # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
+        shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+        if "norm" in type(module).__name__.lower() and shape == (text.hidden_size,):
+            norms[name] = module
     if inputs is None:
         tokens = torch.arange(1, 5, device=next(whole.get_input_embeddings().parameters()).device)
         inputs = {"input_ids": tokens.remainder(text.vocab_size)[None], "use_cache": False}
@@ -58,15 +64,6 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
             "in OLMo-2, where norms follow the linear layers. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm model."
         )
     return found
-
-
-def _is_norm(module: nn.Module, width: int) -> bool:
-    weight = module._parameters.get("weight")
-    if weight is None or "norm" not in type(module).__name__.lower():
-        return False
-    # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))
-    return shape == (width,)
 
 
 def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> set[str]:

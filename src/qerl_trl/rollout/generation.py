@@ -62,7 +62,14 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        chosen = sampling_arguments(trainer.eos_token_ids, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
+        # the user's, the trainer's ends, and in process no text, which TRL does not read and which takes as long as a step of the GPU; with
+        # `stop` vLLM looks for words in it
+        chosen = dict(kwargs.get("generation_kwargs") or {})
+        chosen.pop("eos_token_id", None)
+        if not chosen.get("stop") and kwargs.get("mode") == "colocate":
+            chosen.setdefault("detokenize", False)
+        if not chosen.get("ignore_eos"):
+            chosen["stop_token_ids"] = trainer.eos_token_ids
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
 
@@ -404,11 +411,3 @@ class StartsEngine(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._generation.start()
-
-
-def sampling_arguments(ends: list[int], mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling arguments: the user's, the trainer's `ends`, and in process no text, which TRL does not read and which
-    takes as long as a step of the GPU. With `stop` vLLM looks for words in it."""
-    stop = {} if chosen.get("ignore_eos") else {"stop_token_ids": ends}
-    text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
-    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | stop
