@@ -157,7 +157,6 @@ class QeRLMixin(SavingMixin):
                 super().__init__(**given, quantization_config=quantization_config)
         except (RuntimeError, ValueError) as error:
             OutOfMemory(self).explain(error, RolloutError)
-            raise
         loading.begin_loaded(self.accelerator.unwrap_model(self.model), **base.source_of(given["model"], self.args))
         attach(self)
 
@@ -270,7 +269,6 @@ class QeRLMixin(SavingMixin):
             return super().train(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
             OutOfMemory(self).explain(error, RolloutError)
-            raise
         finally:
             self._collector.unfreeze()
             if self.aqn is not None:

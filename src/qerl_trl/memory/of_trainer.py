@@ -11,7 +11,7 @@ import logging
 import re
 import traceback
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import is_peft_model
@@ -184,8 +184,8 @@ class OutOfMemory:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    def explain(self, error: Exception, of_engine: type[Exception]) -> None:
-        """Explain an error that was caught, if memory ran out.
+    def explain(self, error: Exception, of_engine: type[Exception]) -> NoReturn:
+        """Raise an error that was caught again, explained if memory ran out.
 
         Args:
             of_engine: the error of an engine that failed; where it ran out of memory, it keeps its kind and says more.
@@ -198,6 +198,7 @@ class OutOfMemory:
             raise torch.OutOfMemoryError(self._explanation(error)) from error
         if short:
             error.args = (f"{error} {self._change(error, 'rollout')}",)
+        raise error
 
     def _explanation(self, error: Exception) -> str:
         trainer = self._trainer

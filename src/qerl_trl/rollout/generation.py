@@ -41,6 +41,8 @@ from .supported import placed_in_training
 from .weights import DTYPES, TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
+#: how an engine fails; anything else is a bug, to show as it is
+_OF_ENGINE: tuple[type[Exception], ...] = (RuntimeError, OSError, AssertionError)
 NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
 
 
@@ -330,7 +332,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             `RolloutError`: the engine failed, or took too long.
         """
         self._check_started()
-        outer, before, of_others = not self._inside, self._draw, False
+        outer, before, failures = not self._inside, self._draw, _OF_ENGINE
         try:
             with self._limited(rollouts) if outer else contextlib.nullcontext():
                 self._prepare(draw)
@@ -339,24 +341,25 @@ class QeRLVLLMGeneration(VLLMGeneration):
                         self.trainer.state.global_step
                     )  # TRL would put the weights once more
                     self._probe_if_due()
-                self._inside, of_others = True, whole
+                self._inside, failures = True, (RolloutError,) if whole else _OF_ENGINE
                 yield
-                of_others = False
+                failures = _OF_ENGINE
                 if outer:
                     self._check()
                     self.engine.sleep()
                 else:
                     self.sync_noise(before or NO_NOISE)
-        except (RuntimeError, OSError, AssertionError) as error:  # anything else is a bug, to show as it is
-            failed = error
-            if not (of_others or isinstance(error, RolloutError)):
+        except failures as error:
+            failed, cause = error, error.__cause__
+            if not isinstance(error, RolloutError):
                 step, what = self.trainer.state.global_step, f"{type(error).__name__}: {error}"
-                failed = RolloutError(f"The rollout failed in vLLM ({self.mode} mode) at step {step}: {what}.")
-            if outer and isinstance(failed, RolloutError):  # a save may take longer than what is left of the limit
+                failed, cause = (
+                    RolloutError(f"The rollout failed in vLLM ({self.mode} mode) at step {step}: {what}."),
+                    error,
+                )
+            if outer:  # a save may take longer than what is left of the limit
                 failed.args = (f"{failed} {self.trainer.rescue()}",)
-            if failed is error:
-                raise
-            raise failed from error
+            raise failed from cause
         finally:
             self._inside = self._inside and not outer
 

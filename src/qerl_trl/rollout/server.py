@@ -201,8 +201,10 @@ class ServerEngine(Engine):
         if layout != self._layout:
             device = next(t.a.device for t in update.adapter.values())
             self._layout, self._memory = layout, SharedMemory(layout.nbytes, device) if self._local else None
-            mapped = self._memory is not None and device.type == "cpu"
-            self._flat = self._memory.data if mapped else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+            if self._memory is not None and device.type == "cpu":
+                self._flat = self._memory.data
+            else:
+                self._flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self._layout.pack(update, self._flat)
         if self._memory is None:
             name = self.client.upload(self._flat.cpu().numpy().data)
