@@ -145,7 +145,7 @@ class TrainedWeights(Trained):
 
 
 def _whole(parameters: Sequence[torch.Tensor]) -> bool:
-    return all(type(parameter) is nn.Parameter for parameter in parameters)
+    return {*map(type, parameters)} <= {nn.Parameter}
 
 
 def trained_part(model: nn.Module) -> Trained:
