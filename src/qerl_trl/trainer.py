@@ -152,8 +152,11 @@ class QeRLMixin(SavingMixin):
         self.given_optimizers: dict[str, str] = {}
         self._padded_logps = super()._get_per_token_logps_and_entropies
         initial = base.model_init(given["model"], given["args"], given.pop("quantization_config", None))
-        with initial as quantization_config, base.own_vllm_generation(self), OutOfMemory(self).explained(RolloutError):
-            super().__init__(**given, quantization_config=quantization_config)
+        try:
+            with initial as quantization_config, base.own_vllm_generation(self):
+                super().__init__(**given, quantization_config=quantization_config)
+        except (RuntimeError, ValueError) as error:
+            OutOfMemory(self).explain(error, RolloutError)
         loading.begin_loaded(self.accelerator.unwrap_model(self.model), **base.source_of(given["model"], self.args))
         attach(self)
 
@@ -189,9 +192,12 @@ class QeRLMixin(SavingMixin):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        used = self.use_vllm
         with self.rescue.around():
-            with mismatch.corrected(self), self._passes.scoring():
+            try:
                 output = super()._generate_and_score_completions(inputs)
+            finally:
+                self.use_vllm = used  # `mismatch.with_logps` may set it
             if self.model.training:
                 self._monitor.scored(self, self._rewards)
             self._passes.scored(output)
@@ -210,7 +216,7 @@ class QeRLMixin(SavingMixin):
     # -------------------------------------------------------------------------------------------------------- update
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        with mismatch.corrected(self, inputs), self._passes.own(inputs) as batch:
+        with self._passes.own(inputs) as batch:
             return super()._compute_loss(model, batch)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, *args: Any, **kwargs: Any) -> Any:
@@ -260,8 +266,9 @@ class QeRLMixin(SavingMixin):
         rewards.check_steps(self.args, self.train_dataset)
         banner.announce(self)
         try:
-            with OutOfMemory(self).explained(RolloutError):
-                return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            OutOfMemory(self).explain(error, RolloutError)
         finally:
             self._collector.unfreeze()
             if self.aqn is not None:

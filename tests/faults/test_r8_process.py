@@ -389,8 +389,6 @@ def test_an_engine_that_runs_out_says_what_it_may_have():
     work = Workload(batch=8, completions=64, rollout="colocate")
     trainer = types.SimpleNamespace(memory_plan=plan_run(shape_of(SEVEN_B), work, Gpu.of_gib(80)))
     had = trainer.memory_plan.kv_bytes
-    with (
-        told(RolloutError, "failed in vLLM", "Tried to allocate 1.00 GiB", "kv_cache_memory_bytes", f"(it had {had})"),
-        OutOfMemory(trainer).explained(RolloutError),
-    ):
-        raise RolloutError("The rollout failed in vLLM: CUDA out of memory. Tried to allocate 1.00 GiB.")
+    error = RolloutError("The rollout failed in vLLM: CUDA out of memory. Tried to allocate 1.00 GiB.")
+    with told(RolloutError, "failed in vLLM", "Tried to allocate 1.00 GiB", "kv_cache_memory_bytes", f"(it had {had})"):
+        OutOfMemory(trainer).explain(error, RolloutError)

@@ -295,12 +295,8 @@ def dying_in(trainer, rollout, dying):
     class Generation(QeRLVLLMGeneration):
         def __init__(self):
             self.trainer, self.accelerator, self.mode = trainer, trainer.accelerator, "colocate"
-            self.engine, self._inside, self.waits, self.rollouts = (
-                types.SimpleNamespace(sleep=lambda: None),
-                False,
-                False,
-                0,
-            )
+            self.engine = types.SimpleNamespace(sleep=lambda: None)
+            self._draw, self._inside, self.waits, self.rollouts = None, False, False, 0
 
         def _prepare(self, draw):
             self.rollouts += 1

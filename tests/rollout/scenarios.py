@@ -860,7 +860,7 @@ def dense(path: str, dtype: torch.dtype = torch.float32):
 @scenario
 def handshake(folder: Path) -> dict:
     """What engines that were built as a server would build them answer, and what the trainer says to it."""
-    from qerl_trl.rollout.handshake import differences
+    from qerl_trl.rollout.server import differences
     from qerl_trl.rollout.spec import EngineSpec
     from qerl_trl.rollout.vllm.engine import engine_model
     from qerl_trl.rollout.vllm.state import RolloutState

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,8 +31,8 @@ from ..support.names import canonical_name, is_part
 _CHUNK = 2**21
 #: odd random constants: for a word's place, and for the two mixing steps
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-#: parts of a parameter's name that an adapter adds
-_ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
+#: beginnings of the parts of a parameter's name that an adapter adds
+_ADAPTERS = re.compile(r"(?:^|\.)(?:lora_|modules_to_save|trainable_tokens_)")
 #: of a configuration, what says nothing of a forward, or is set by loading and training
 _NOT_OF_A_FORWARD = re.compile(
     r"_.*|transformers_version|(?:torch_)?dtype|quantization_config|architectures|auto_map|use_cache"
@@ -61,10 +61,21 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
     Args:
         device: for the computation, tensor by tensor; each tensor's own by default.
     """
-    named = list(_tensors(model))
-    if any(tensor.is_meta or is_part(tensor) for _, tensor in named):
-        return None
-    return sha256_of(row_of(name, tensor if device is None else tensor.to(device)) for name, tensor in named)
+    rows = []
+    for path, parameter in model.named_parameters():  # tied ones once
+        if is_trained(path):
+            continue
+        name = canonical_name(path)
+        tensors = {name: parameter}
+        if (state := getattr(parameter, "quant_state", None)) is not None:  # of bitsandbytes': the scales beside it too
+            tensors |= {f"{name}.{key}": value for key, value in state.as_dict().items()}
+        for key, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.is_meta or is_part(tensor):
+                return None
+            rows.append(row_of(key, tensor if device is None else tensor.to(device)))
+    return sha256_of(rows)
 
 
 def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
@@ -158,20 +169,7 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
 
 def is_trained(name: str) -> bool:
     """Whether a parameter of that name is an adapter's."""
-    return any(part.startswith(_ADAPTERS) for part in name.split("."))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's parameters by canonical name, tied ones once; of bitsandbytes' also the scales beside them."""
-    for name, parameter in model.named_parameters():
-        if is_trained(name):
-            continue
-        name = canonical_name(name)
-        yield name, parameter
-        if (state := getattr(parameter, "quant_state", None)) is not None:
-            for key, value in state.as_dict().items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{name}.{key}", value
+    return _ADAPTERS.search(name) is not None
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from ..nvfp4.architectures import delta_net_layers
 from ..nvfp4.checkpoints import Selection, divided, expert_tensors
 from ..support.files import named_in_errors
 from ..update import packing
@@ -132,7 +133,6 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         built = auto.from_config(config)
     # any model: base_format="full" takes unsupported ones too
     linears, _ = divided(built, Selection())
-    quantized = {f"{name}.weight" for name in linears}
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     norms = [p.numel() for name, p in built.named_parameters() if p.ndim == 1 and name.endswith("norm.weight")]
     return Shape(
@@ -145,11 +145,11 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         head_dim=head_dim,
         norms=max(2, norms.count(text.hidden_size) // text.num_hidden_layers),
         packs=packing.why_not(built) is None,
-        delta_nets=DeltaNets.of(config),
+        delta_nets=DeltaNets.of(config) if delta_net_layers(config) else None,
         experts=bool(expert_tensors(built)),
         head_norms=head_dim != text.hidden_size and head_dim in norms,
         linears=tuple((layer.out_features, layer.in_features) for layer in linears.values()),
-        dense_parameters=sum(p.numel() for name, p in built.named_parameters() if name not in quantized),
+        dense_parameters=built.num_parameters() - sum(layer.weight.numel() for layer in linears.values()),
     )
 
 
@@ -165,14 +165,14 @@ class ModelBytes:
 def model_bytes(model: nn.Module) -> ModelBytes:
     """Count a model that is in memory; storage shared by tensors counts once."""
     storages: dict[tuple[int, str], tuple[int, bool]] = {}
+    sizes, trained_parameters = {False: 0, True: 0}, 0
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
         storages[(storage.data_ptr(), str(parameter.device))] = (storage.nbytes(), parameter.requires_grad)
-    return ModelBytes(
-        base=sum(size for size, requires_grad in storages.values() if not requires_grad),
-        trained=sum(size for size, requires_grad in storages.values() if requires_grad),
-        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-    )
+        trained_parameters += parameter.numel() * parameter.requires_grad
+    for size, trained in storages.values():
+        sizes[trained] += size
+    return ModelBytes(sizes[False], sizes[True], trained_parameters)
 
 
 def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes:

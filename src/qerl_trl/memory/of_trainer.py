@@ -10,9 +10,8 @@ import dataclasses
 import logging
 import re
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import is_peft_model
@@ -181,24 +180,21 @@ class OutOfMemory:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    @contextmanager
-    def explained(self, of_engine: type[Exception]) -> Iterator[None]:
-        """
+    def explain(self, error: Exception, of_engine: type[Exception]) -> NoReturn:
+        """Raise an error that was caught again, explained if memory ran out.
+
         Args:
             of_engine: the error of an engine that failed; where it ran out of memory, it keeps its kind and says more.
 
         Raises:
             `torch.OutOfMemoryError`: in place of another's.
         """
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            short = isinstance(error, torch.OutOfMemoryError) or _SHORT.search(str(error))
-            if short and not isinstance(error, of_engine):
-                raise torch.OutOfMemoryError(self._explanation(error)) from error
-            if short:
-                error.args = (f"{error} {self._change(error, 'rollout')}",)
-            raise
+        short = isinstance(error, torch.OutOfMemoryError) or _SHORT.search(str(error))
+        if short and not isinstance(error, of_engine):
+            raise torch.OutOfMemoryError(self._explanation(error)) from error
+        if short:
+            error.args = (f"{error} {self._change(error, 'rollout')}",)
+        raise error
 
     def _explanation(self, error: Exception) -> str:
         trainer = self._trainer

@@ -331,7 +331,7 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
     from datasets import Dataset
 
     # RLOO has none of the three
-    if any(vars(trainer).get(name) for name in ("rollout_func", "environments", "environment_factories")):
+    if any(map(vars(trainer).get, ("rollout_func", "environments", "environment_factories"))):
         return
     evaluation = trainer.eval_dataset
     datasets = [trainer.train_dataset, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation])]

@@ -293,15 +293,13 @@ def check_adapter(model: PeftModel) -> None:
 
 def warn_of_low_precision(model: nn.Module) -> None:
     """Warn about trainable tensors in 16 bits, adapter or whole model: rounding loses most AdamW steps."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    narrow = (torch.bfloat16, torch.float16)
+    low = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad and p.dtype in narrow]
     if low and not getattr(model, "is_loaded_in_4bit", False):  # TRL itself casts bitsandbytes adapters to bf16
         logger.warning(
             "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is "
             "trained in float32 (dtype=float32; bf16=True still computes in bf16).",
-            len(low),
-            trainable[low[0]].dtype,
-            low[0],
+            *(len(low), low[0][1], low[0][0]),
         )
 
 
@@ -311,11 +309,13 @@ def warn_of_dropout(model: nn.Module) -> None:
     An adapter's `lora_dropout` (0.05 in TRL's scripts) is small in comparison and the user's choice.
     """
     config = model.config.get_text_config()  # type: ignore[operator,union-attr]
-    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
-    for module in model.modules():  # attention modules hold a plain number instead
+    fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0}
+    rates = set()
+    for module in model.modules() if fields else ():
+        rates |= {module.p} if isinstance(module, nn.Dropout) else set()
+        # attention modules hold a plain number instead
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
-    fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0 and v in rates}
-    if fields:
+    if fields := {name: rate for name, rate in fields.items() if rate in rates}:
         logger.warning(
             "The update drops activations (%s) and the rollout does not, so the two policies differ by chance at "
             "every step, without any noise of ours. Set model_init_kwargs=%s, unless it is meant.",

@@ -193,14 +193,14 @@ class AQNCallback(TrainerCallback):
         training = self._training()
         step = self._state.global_step if self._state is not None else 0
         self.draw = self._new_draw() if training else NoiseDraw(0.0, self._seed, step, 0)
+        noise = self._attached() if training and not self.engine else None
+        if noise is not None:
+            noise.enter()
         try:
-            if self.engine or not training:
-                yield self.draw
-                return
-            with self._attached().active():
-                yield self.draw
+            yield self.draw
             noisy = self.draw.sigma > 0
-            if not (self._attached().landed if noisy else self._ran or not self.schedule.ever_noisy):
+            ran = noise is None or (noise.landed if noisy else self._ran or not self.schedule.ever_noisy)
+            if not ran:
                 drawn = f"Noise of sigma {self.draw.sigma:g} was drawn" if noisy else "Noise is to come"
                 raise RuntimeError(
                     f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or "
@@ -209,6 +209,8 @@ class AQNCallback(TrainerCallback):
                 )
         finally:
             self.draw = None
+            if noise is not None:
+                noise.exit()
 
     @contextmanager
     def noisy(self) -> Iterator[None]:

@@ -43,7 +43,13 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
     """
     whole: Any = unwrap(model)
     text = whole.config.get_text_config(decoder=True)
-    norms = {name: module for name, module in whole.named_modules() if _is_norm(module, text.hidden_size)}
+    norms = {}
+    for name, module in whole.named_modules():
+        weight = module._parameters.get("weight")
+        # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
+        shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+        if "norm" in type(module).__name__.lower() and shape == (text.hidden_size,):
+            norms[name] = module
     if inputs is None:
         tokens = torch.arange(1, 5, device=next(whole.get_input_embeddings().parameters()).device)
         inputs = {"input_ids": tokens.remainder(text.vocab_size)[None], "use_cache": False}
@@ -60,22 +66,6 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
     return found
 
 
-def _is_norm(module: nn.Module, width: int) -> bool:
-    weight = module._parameters.get("weight")
-    if weight is None or "norm" not in type(module).__name__.lower():
-        return False
-    # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))
-    return shape == (width,)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, nn.Linear) or hasattr(module, "in_features"):  # the second: quantized by others
-        return True
-    # fused experts are one 3-D parameter per projection and no nn.Linear
-    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-
-
 def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> set[str]:
     """Names of the norms that fed a linear layer in one forward."""
     head = model.get_output_embeddings()
@@ -84,13 +74,10 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
     outputs: list[torch.Tensor] = []  # kept alive, so that a storage address stays one norm's for the whole trace
     fed: set[str] = set()
 
-    def on_norm(name: str):
-        def hook(module, args, output):
-            if isinstance(output, torch.Tensor):
-                outputs.append(output)
-                source[output.untyped_storage().data_ptr()] = name
-
-        return hook
+    def on_norm(name, module, args, output):
+        if isinstance(output, torch.Tensor):
+            outputs.append(output)
+            source[output.untyped_storage().data_ptr()] = name
 
     def on_linear(module, args, kwargs):
         for value in (*args, *kwargs.values()):
@@ -99,12 +86,13 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
                 if name is not None:
                     fed.add(name)
 
-    handles = [module.register_forward_hook(on_norm(name)) for name, module in norms.items()]
-    handles += [
-        module.register_forward_pre_hook(on_linear, with_kwargs=True)
-        for module in model.modules()
-        if module not in head_modules and _is_linear(module)
-    ]
+    handles = [module.register_forward_hook(partial(on_norm, name)) for name, module in norms.items()]
+    for module in model.modules():
+        linear = isinstance(module, nn.Linear) or hasattr(module, "in_features")  # the second: quantized by others
+        # fused experts are one 3-D parameter per projection and no nn.Linear
+        fused = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if module not in head_modules and (linear or fused):
+            handles.append(module.register_forward_pre_hook(on_linear, with_kwargs=True))
     device = next(model.parameters()).device
     try:
         with (

@@ -92,7 +92,7 @@ def name_matches(name: str, entry: str) -> bool:
     """
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
-    if any(character in entry for character in "*?["):
+    if {"*", "?", "["} & {*entry}:
         return fnmatch.fnmatchcase(name, entry)
     return f".{entry}." in f".{name}."
 
@@ -143,7 +143,7 @@ class Selection:
         """
         if name in DECODER.heads or matches_any(name, self.ignore) or self.is_fp8(name):
             return False
-        targeted = any(target == "Linear" or name_matches(name, target) for target in self.targets)
+        targeted = "Linear" in self.targets or matches_any(name, self.targets)
         return targeted and columns % BLOCK_SIZE == 0
 
 

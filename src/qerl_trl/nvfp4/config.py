@@ -98,17 +98,13 @@ class NVFP4Config(QuantizationConfigMixin):
 
     def linears_to_quantize(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
         """The NVFP4 linear layers of `model`, by name; the dense ones are noted for config.json."""
-        if self.source_format is None:
-            self._warn_unmatched(model)
+        names = [*dict(model.named_modules()), *dict(model.named_parameters())]
+        for entry in self.modules_to_not_convert if self.source_format is None else ():
+            if not any(checkpoints.name_matches(name, entry) for name in names):
+                logger.warning(f"modules_to_not_convert: {entry!r} matches no module of {type(model).__name__}.")
         quantized, dense = checkpoints.linears_to_quantize(model, self.selection)
         self._dense_linears = sorted(dense)
         return quantized
-
-    def _warn_unmatched(self, model: PreTrainedModel) -> None:
-        names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-        for entry in self.modules_to_not_convert:
-            if not any(checkpoints.name_matches(name, entry) for name in names):
-                logger.warning(f"modules_to_not_convert: {entry!r} matches no module of {type(model).__name__}.")
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, with `quant_method`, for `from_dict`."""

@@ -60,14 +60,13 @@ def fuse_storage(model: nn.Module) -> int:
 @torch.no_grad()
 def one_storage(layers: list[NVFP4Linear]) -> None:
     """Make the packed weights and block scales row slices of one tensor each. Global scales stay."""
-    rows = sum(layer.out_features for layer in layers)
     for attribute in ("weight_packed", "weight_scale"):
         parts = [layer.get_parameter(attribute) for layer in layers]
         fused = torch.cat([part.detach() for part in parts])
         for part, view in zip(parts, fused.split([part.shape[0] for part in parts]), strict=True):
             part.data = view
     for layer in layers:
-        layer.fused_rows = rows
+        layer.fused_rows = fused.shape[0]
     give_back_cached(layers[0].weight_packed.device)
 
 

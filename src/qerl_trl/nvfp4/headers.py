@@ -242,20 +242,20 @@ def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | N
 
 def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
     """Refuse a tensor with a value that is not finite. `where`: its file, for the message."""
-    if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    # one pass at memory speed, without a copy if the dtype has the operators
+    if tensor.dtype == torch.float8_e4m3fn:  # has NaN but no infinity
+        finite = int(tensor.view(torch.uint8).bitwise_and(0x7F).max()) < 0x7F
+    else:
+        low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN, if there is one
+        finite = math.isfinite(low.item()) and math.isfinite(high.item())
+    if not finite:
         number = int((~torch.isfinite(tensor.float())).sum())
         raise ValueError(
             f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can "
             "be computed with it. Download, export or train it again."
         )
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass at memory speed, without a copy if the dtype has the operators."""
-    if tensor.dtype == torch.float8_e4m3fn:  # has NaN but no infinity
-        return int(tensor.view(torch.uint8).bitwise_and(0x7F).max()) < 0x7F
-    extremes = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN, if there is one
-    return all(math.isfinite(value.item()) for value in extremes)
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:

@@ -287,9 +287,12 @@ def _in_memory(model: PreTrainedModel, tensors: dict[str, headers.TensorInfo]) -
     there = {name.rpartition(".")[0] for name in tensors}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name not in there:
-            stand_in = torch.empty(0, device="meta")
-            found = revert_weight_conversion(model, {f"{name}.weight": stand_in})
-            renamed |= dict.fromkeys((key.removesuffix(".weight") for key in found), name) if len(found) == 1 else {}
+            found = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
+            stored = next(iter(found)).removesuffix(".weight") if len(found) == 1 else name
+            if stored != name:
+                renamed[stored] = name
+    if not renamed:
+        return tensors
     split = ((name.rpartition("."), info) for name, info in tensors.items())
     return {f"{renamed.get(module, module)}{dot}{last}": info for (module, dot, last), info in split}
 

@@ -13,7 +13,6 @@ states; `reset_prefix_cache` must follow before the next `generate`. `put` is al
 
 import functools
 import hashlib
-import hmac
 import math
 import os
 from abc import ABC, abstractmethod
@@ -56,17 +55,28 @@ class AdapterTensors:
 def changes(tensors: Iterable[torch.Tensor]) -> str:
     """Another text after a change of any of these tensors; by sums of each, so not where values only change places within one."""
     found = list(tensors)
-    return _digest([str(len(found))], all_bits(found))
+    return _digest([str(len(found))], found)
 
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Of tensors by name, in order; reads each once and waits for the device once."""
     found = list(named)
-    return _digest([name for name, _ in found], all_bits([tensor for _, tensor in found]))
+    return _digest([name for name, _ in found], [tensor for _, tensor in found])
 
 
-def _digest(names: list[str], sums: torch.Tensor) -> str:
+def _digest(names: list[str], tensors: list[torch.Tensor]) -> str:
+    on_cpu = bool(tensors) and tensors[0].is_cpu
+    sums = torch.stack([word_sum(tensor).cpu() for tensor in tensors]) if on_cpu else all_bits(tensors)
     return hashlib.blake2b(repr((names, sums.tolist())).encode(), digest_size=16).hexdigest()
+
+
+def word_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """As `bits`, on a CPU of words of 8 bytes where the tensor is made of such: PyTorch need not widen them, which is most of its time."""
+    tensor = tensor.detach()
+    start = tensor.storage_offset() * tensor.element_size()
+    if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes % 8 == start % 8 == 0:
+        return tensor.view(-1).view(torch.int64).sum()
+    return bits(tensor)
 
 
 def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> str:
@@ -341,13 +351,3 @@ def secret() -> str:
             f"""export {SECRET}=$(python3 -c "import secrets; print(secrets.token_hex(32))")"""
         )
     return value
-
-
-def bearer(secret: str) -> str:
-    """The `Authorization` header of a request."""
-    return f"Bearer {secret}"
-
-
-def is_allowed(header: str | None, secret: str) -> bool:
-    """Whether a request with this `Authorization` header comes from the trainer."""
-    return hmac.compare_digest((header or "").encode(), bearer(secret).encode())

@@ -41,6 +41,8 @@ from .supported import placed_in_training
 from .weights import DTYPES, TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
+#: how an engine fails; anything else is a bug, to show as it is
+_OF_ENGINE: tuple[type[Exception], ...] = (RuntimeError, OSError, AssertionError)
 NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
 
 
@@ -62,7 +64,14 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        chosen = sampling_arguments(trainer.eos_token_ids, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
+        # the user's, the trainer's ends, and in process no text, which TRL does not read and which takes as long as a step of the GPU; with
+        # `stop` vLLM looks for words in it
+        chosen = dict(kwargs.get("generation_kwargs") or {})
+        chosen.pop("eos_token_id", None)
+        if not chosen.get("stop") and kwargs.get("mode") == "colocate":
+            chosen.setdefault("detokenize", False)
+        if not chosen.get("ignore_eos"):
+            chosen["stop_token_ids"] = trainer.eos_token_ids
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
 
@@ -268,39 +277,28 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     # ------------------------------------------------------------------ generate
 
-    @contextlib.contextmanager
-    def rollout(self) -> Iterator[None]:
+    def rollout(self) -> contextlib.AbstractContextManager[None]:
         """Around a whole rollout of the trainer (its `_generate`): whatever samples from the engine inside, a rollout function, a tool,
         an environment or `generate`, meets the weights and the noise of this moment. One draw, one limit of time, one sleep afterwards.
         """
-        with self._up_to_date():
-            self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more
-            with self._engine_errors():
-                self._probe_if_due()
-            yield
+        return self._up_to_date(whole=True)
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        """As the parent's, with the adapter and the noise of this very moment, and on a server with seeds that are a function of the run's and
-        of the step, so that a resumed run draws what it would have drawn."""
+        """As the parent's, with the adapter and the noise of this very moment, and on a server with a seed for each prompt, unless the user gave one: a
+        function of the run's, of the step and of the call, so that a resumed run draws what it would have drawn."""
         training, step = self.trainer.model.training, self.trainer.state.global_step
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
-        with self._up_to_date(), self._engine_errors(), self._seeded_server(step, int(training), number):
-            generated = super().generate(prompts, images, num_generations, profiler)
-        self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
-        return generated
-
-    @contextlib.contextmanager
-    def _seeded_server(self, *which: int) -> Iterator[None]:
-        """Inside, TRL's `generate` asks a server with a seed for each prompt, unless the user gave one: a server's own generator is in no
-        checkpoint. `which`: step, 1 in training and 0 else, and which call of these it is."""
         own = self.generation_kwargs
-        if self.mode == "server" and "seed" not in own:
-            self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, *which))}
+        if self.mode == "server" and "seed" not in own:  # its own generator is in no checkpoint
+            self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, step, int(training), number))}
         try:
-            yield
+            with self._up_to_date():
+                generated = super().generate(prompts, images, num_generations, profiler)
         finally:
             self.generation_kwargs = own
+        self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
+        return generated
 
     def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Greedy completions (token ids) of this process's prompts (token ids): adapter as it is at this moment, noise off.
@@ -317,39 +315,53 @@ class QeRLVLLMGeneration(VLLMGeneration):
     ) -> list[Completion]:
         sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
-        with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
+        with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))):
             return self.engine.generate(prompts, sampling)
 
     @contextlib.contextmanager
-    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1) -> Iterator[None]:
-        """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards. `rollouts`: how many
-        rollouts' time it may take.
+    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1, whole: bool = False) -> Iterator[None]:
+        """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
 
         Re-entrant: the inner block keeps the outer time limit, leaves the engine awake, and restores the outer noise.
+
+        Args:
+            rollouts: how many rollouts' time it may take.
+            whole: the block is the trainer's whole rollout, in which more may fail than the engine.
+
+        Raises:
+            `RolloutError`: the engine failed, or took too long.
         """
         self._check_started()
-        if self._inside:
-            before = self._draw
-            with self._engine_errors():
-                self._prepare(draw)
-            yield
-            with self._engine_errors():
-                self.sync_noise(before or NO_NOISE)
-            return
+        outer, before, failures = not self._inside, self._draw, _OF_ENGINE
         try:
-            with self._limited(rollouts):
-                with self._engine_errors():
-                    self._prepare(draw)
-                self._inside = True
+            with self._limited(rollouts) if outer else contextlib.nullcontext():
+                self._prepare(draw)
+                if whole:
+                    self.trainer._last_loaded_step = (
+                        self.trainer.state.global_step
+                    )  # TRL would put the weights once more
+                    self._probe_if_due()
+                self._inside, failures = True, (RolloutError,) if whole else _OF_ENGINE
                 yield
-                with self._engine_errors():
+                failures = _OF_ENGINE
+                if outer:
                     self._check()
                     self.engine.sleep()
-        except RolloutError as error:  # outside of the limit: a save may take longer than what is left of it
-            error.args = (f"{error} {self.trainer.rescue()}",)
-            raise
+                else:
+                    self.sync_noise(before or NO_NOISE)
+        except failures as error:
+            failed, cause = error, error.__cause__
+            if not isinstance(error, RolloutError):
+                step, what = self.trainer.state.global_step, f"{type(error).__name__}: {error}"
+                failed, cause = (
+                    RolloutError(f"The rollout failed in vLLM ({self.mode} mode) at step {step}: {what}."),
+                    error,
+                )
+            if outer:  # a save may take longer than what is left of the limit
+                failed.args = (f"{failed} {self.trainer.rescue()}",)
+            raise failed from cause
         finally:
-            self._inside = False
+            self._inside = self._inside and not outer
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
@@ -368,18 +380,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         timeout = self.trainer.args.rollout_timeout
         late = "vLLM did not finish a rollout within rollout_timeout={:g} s. If it, a tool or a rollout function hangs, restart; else raise the limit."
         return deadline(timeout and timeout * rollouts, lambda: RolloutError(late.format(timeout)))
-
-    @contextlib.contextmanager
-    def _engine_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RolloutError:
-            raise
-        except (RuntimeError, OSError, AssertionError) as error:  # anything else is a bug, to show as it is
-            raise RolloutError(
-                f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "
-                f"{type(error).__name__}: {error}."
-            ) from error
 
     def shutdown(self) -> None:
         """Stop the engine and give its memory back. Safe to call twice."""
@@ -414,11 +414,3 @@ class StartsEngine(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._generation.start()
-
-
-def sampling_arguments(ends: list[int], mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling arguments: the user's, the trainer's `ends`, and in process no text, which TRL does not read and which
-    takes as long as a step of the GPU. With `stop` vLLM looks for words in it."""
-    stop = {} if chosen.get("ignore_eos") else {"stop_token_ids": ends}
-    text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
-    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | stop

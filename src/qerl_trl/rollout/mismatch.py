@@ -13,8 +13,6 @@ Shapes: B sequences, T tokens of a completion.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -273,7 +271,7 @@ def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple
     if len(generated) != _COUNT or aqn is None or aqn.engine or aqn.scope != "rollout" or not aqn.sigma > 0:
         return generated  # not another policy than the one that is trained
     if generated[_LOGPS] is not None:
-        trainer.use_vllm = True  # from here to the end of the batch; `corrected` puts it back
+        trainer.use_vllm = True  # TRL asks it whether to correct; the trainer puts it back once the batch is scored
         return generated
     if generated[_IMAGES] is not None:
         logger.warning_once(
@@ -301,17 +299,6 @@ def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -
         type(trainer).__name__,
         why,
     )
-
-
-@contextmanager
-def corrected(trainer: OnlineTrainer, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """In the block TRL corrects a `batch` that has importance ratios. It asks `use_vllm` whether to, which is as before afterwards."""
-    before = trainer.use_vllm
-    trainer.use_vllm = before or (batch is not None and "importance_sampling_ratio" in batch)
-    try:
-        yield
-    finally:
-        trainer.use_vllm = before
 
 
 def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor | None:

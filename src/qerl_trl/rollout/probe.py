@@ -28,6 +28,7 @@ The thresholds were measured on pretrained and random models, healthy and with p
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -42,7 +43,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
 from trl.data_utils import maybe_apply_chat_template
 
 from ..noise.hooks import NoiseDraw
@@ -174,10 +174,6 @@ class Probe:
                     strength = fraction * size / (layer.scaling[name] * up.shape[1] ** 0.5)
                     set_whole(up, torch.randn(up.shape, generator=generator, device=self.device).mul_(strength))
 
-            def restore() -> None:
-                for up, own in zip(ups, saved, strict=True):
-                    up.copy_(own)  # both whole, or both this process's part
-
             def sample(fraction: float) -> list[Completion]:
                 adapt(fraction)
                 sync()
@@ -196,7 +192,8 @@ class Probe:
                 if layers and result.fault is None:
                     result = self._compared("adapter", FRACTIONS, known, sample, adapt)
             finally:
-                restore()
+                for up, own in zip(ups, saved, strict=True):
+                    up.copy_(own)  # both whole, or both this process's part
             sync()
             return result, as_it_is
 
@@ -213,8 +210,7 @@ class Probe:
             known: what was measured without noise, on all processes; `None` measures it.
         """
 
-        def draw_of(sigma: float) -> NoiseDraw:
-            return NoiseDraw(sigma, seed=0, step=0, generation=0)
+        draw_of = functools.partial(NoiseDraw, seed=0, step=0, generation=0)
 
         def sample(sigma: float) -> list[Completion]:
             try:
@@ -268,15 +264,11 @@ class Probe:
         result = self._result(known, kind, effect)
         if size is None:
             return result
-        difference, rounding = self._at(size, sample, change)
-        return replace(result, size=size, difference=difference, rounding_there=rounding)
-
-    def _at(self, size: float, sample: Callable[[float], list[Completion]], change: Change) -> tuple[float, float]:
-        """Engine and trainer under a size: their difference on what the engine samples, and the trainer's rounding there."""
         completions = sample(size)
         changed = self._changed(completions, change, size)
-        exact = self._changed(completions, change, size, exact=True)
-        return mean_difference(changed, _logps(completions)), mean_difference(changed, exact)
+        there = mean_difference(changed, self._changed(completions, change, size, exact=True))
+        difference = mean_difference(changed, _logps(completions))
+        return replace(result, size=size, difference=difference, rounding_there=there)
 
     def _changed(self, completions: list[Completion], change: Change, size: float, exact: bool = False) -> torch.Tensor:
         with change(size) or contextlib.nullcontext():
@@ -286,9 +278,12 @@ class Probe:
         """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""
         rows = [p + c.tokens for p, c in zip(self.prompts, completions, strict=True)]
         ids = torch.tensor(rows, device=self.device)
+        inner: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
+        narrow = "logits_to_keep" in inspect.signature(inner.forward).parameters
+        last = {"logits_to_keep": _NEW_TOKENS + 1} if narrow else {}
         try:
             with other_arithmetic(self.model, self.dtype) if exact else contextlib.nullcontext():
-                output = self.model(input_ids=ids, use_cache=False, **_last_logits(self.model, _NEW_TOKENS + 1))
+                output = self.model(input_ids=ids, use_cache=False, **last)
             logits = output.logits[:, -_NEW_TOKENS - 1 : -1].float()
         finally:
             reshard(self.model)
@@ -306,7 +301,8 @@ def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float 
     for size, effect, rounding in measured:
         if effect > CHAOTIC and best[0] >= CONTRAST:
             break
-        best = max(best, (effect / rounding, size, effect), key=lambda each: each[0])
+        if effect / rounding > best[0]:
+            best = effect / rounding, size, effect
         if best[0] >= ENOUGH:
             break
     ratio, chosen, effect = best
@@ -362,12 +358,6 @@ def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Their values, with one wait for the device."""
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
-
-
-def _last_logits(model: nn.Module, count: int) -> dict[str, int]:
-    """The argument by which a model computes its last logits only, if it has it."""
-    forward = cast(PreTrainedModel, model.get_base_model() if is_peft_model(model) else model).forward  # type: ignore[operator]
-    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(forward).parameters else {}
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-An update goes through memory that trainer and server share, or between hosts as the body of a request (weights.py); noise goes as four numbers.
-The server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
-not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
+The server is compared with the trainer's model first: its settings, and every linear layer, embedding and norm by name and checksum
+([`differences`]). Checksums add up over tensor-parallel shards. An update goes through memory that both share, or between hosts as the body of a
+request (weights.py); noise goes as four numbers. The server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes,
+through TRL's client. vLLM's NCCL weight transfer is not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
 """
 
 import contextlib
@@ -11,9 +12,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import requests
@@ -21,9 +23,12 @@ import torch
 from accelerate.utils import broadcast_object_list
 from requests.adapters import HTTPAdapter
 from torch import nn
+from transformers import PreTrainedModel
 from trl.generation.vllm_client import VLLMClient
 
 from ..noise.hooks import NoiseDraw
+from ..nvfp4.linear import NVFP4Linear
+from ..support.names import canonical_name
 from .engine import (
     CALL,
     MESSAGE_TIMEOUT,
@@ -35,13 +40,11 @@ from .engine import (
     Sampling,
     Seeds,
     Update,
-    bearer,
     gather_prompts,
     secret,
 )
-from .handshake import differences
-from .spec import LOGPROBS_MODE, EngineSpec
-from .weights import DTYPES, SharedMemory, UpdateLayout, checksum_of
+from .spec import LOGPROBS_MODE, EngineSpec, active_adapter, linear_layers, rollout_layers, trained_norms
+from .weights import DTYPES, SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class Client(VLLMClient):
             time.sleep(retry_interval)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = bearer(self._secret)
+        request.headers["Authorization"] = f"Bearer {self._secret}"
         return request
 
     def call(self, method: str, *args: str) -> list[dict]:
@@ -173,8 +176,7 @@ class ServerEngine(Engine):
             raise RuntimeError(f"The server at {url} does not run the trainer's model:{listed}\n{self._advice()}")
         if urlsplit(url).scheme != "https" and not _is_loopback(url):
             logger.warning(
-                "%s is neither loopback nor https, so the secret, the adapter and all texts are not encrypted. Use "
-                "vLLM's --ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
+                "%s is neither loopback nor https, so others can read secret, adapter and texts. Use --ssl-certfile and --ssl-keyfile, or a tunnel.",
                 url,
             )
         logger.info("Updates go to %s %s.", url, "through /dev/shm" if self._local else "over the network")
@@ -193,20 +195,9 @@ class ServerEngine(Engine):
             self._memory.unlink()  # the workers have mapped it
         return answer.get("sigma_effective")
 
-    def _deliver(self, update: Update) -> dict[str, Any] | None:
+    def _deliver(self, update: Update) -> dict[str, Any]:
         """Bring an update to the server's host; what the workers have to know about it."""
-        self._pack(update)
-        if self._memory is None:
-            name = self.client.upload(self._flat.cpu().numpy().data)
-        else:
-            name = self._memory.name
-            if self._flat.device.type != "cpu":
-                self._memory.data.copy_(self._flat)
-        sums = {"checksum": checksum_of(self._flat), "fingerprint": update.fingerprint}
-        return {"layout": self._layout.text, "memory": name, **sums}
-
-    def _pack(self, update: Update) -> None:
-        layout = UpdateLayout.of(update.adapter, update.norms, DTYPES[self.spec.dtype])
+        layout = UpdateLayout.of(update, DTYPES[self.spec.dtype])
         if layout != self._layout:
             device = next(t.a.device for t in update.adapter.values())
             self._layout, self._memory = layout, SharedMemory(layout.nbytes, device) if self._local else None
@@ -214,15 +205,23 @@ class ServerEngine(Engine):
                 self._flat = self._memory.data
             else:
                 self._flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self._layout.pack(update.adapter, update.norms, self._flat)
+        self._layout.pack(update, self._flat)
+        if self._memory is None:
+            name = self.client.upload(self._flat.cpu().numpy().data)
+        else:
+            name = self._memory.name
+            if self._flat is not self._memory.data:
+                self._memory.data.copy_(self._flat)
+        sums = {"checksum": checksum_of(self._flat), "fingerprint": update.fingerprint}
+        return {"layout": self._layout.text, "memory": name, **sums}
 
     def contents(self) -> Contents:
         answers = self.client.call("qerl_contents")
         ranks = [Contents(a["received"], a["damaged"], a["draw"] and NoiseDraw(*a["draw"])) for a in answers]
-        first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
-        if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
+        damaged = sorted({name for rank in ranks for name in rank.damaged})
+        if len({(rank.received, rank.draw) for rank in ranks}) > 1:
             damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
-        return first._replace(damaged=damaged)
+        return ranks[0]._replace(damaged=damaged)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         counts, everyone = gather_prompts(prompts)
@@ -237,17 +236,10 @@ class ServerEngine(Engine):
     def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         if not prompts:
             return []
-        further: dict[str, Any] = {"ignore_eos": sampling.ignore_eos, "stop_token_ids": list(sampling.stop_token_ids)}
-        if sampling.seed is not None and sampling.temperature > 0:
-            further["seed"] = [sampling.seed + i for i in range(len(prompts))]
-        output = self.client.generate(
-            prompts,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            generation_kwargs=further,
-        )
+        first = sampling.seed if sampling.temperature > 0 else None
+        seeds = None if first is None else [first + i for i in range(len(prompts))]
+        own = vars(sampling) | {"seed": seeds, "stop_token_ids": list(sampling.stop_token_ids)}
+        output = self.client.generate(prompts, generation_kwargs=own)
         return [
             Completion(list(ids), [math.nan if step[0] is None else step[0] for step in steps])
             for ids, steps in zip(output["completion_ids"], output["logprobs"], strict=True)
@@ -264,3 +256,77 @@ class ServerEngine(Engine):
 
 def _is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # the last is TRL's default
+
+
+# --- whether a server runs the trainer's model ---------------------------------------------------------------------------------------
+
+
+def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:
+    """The trainer's frozen weights that have a name in `names`, and all of its linear layers."""
+    summaries: dict[str, WeightSummary] = {}
+    head = cast(PreTrainedModel, model).get_output_embeddings()  # PeftModel passes it on
+    for name, layer in linear_layers(model).items():
+        if isinstance(layer, NVFP4Linear):
+            scale = float(layer.global_scale)
+            summaries[name] = summary("nvfp4", layer.weight_packed, layer.weight_scale, divisor=scale)
+        else:
+            summaries[name] = summary("embedding" if layer is head else "dense", layer.weight)
+        if layer.bias is not None:
+            summaries[f"{name}.bias"] = summary("bias", layer.bias)
+    others = set(names) - set(trained_norms(model)) - set(summaries)
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and (name := canonical_name(path)) in others:
+            summaries[name] = summary("norm" if weight.ndim == 1 else "embedding", weight)
+    return summaries
+
+
+def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a server runs otherwise than the trainer's `spec` and `model`, in words; empty if it can generate for it. `ranks`: answers of
+    `qerl_describe`, one per tensor-parallel rank."""
+    first, found = ranks[0], []
+    if first["dtype"] != spec.dtype:
+        found.append(f"it computes in {first['dtype']}, the trainer in {spec.dtype}")
+    if first["logprobs_mode"] != LOGPROBS_MODE:
+        found.append(f"its log-probabilities are {first['logprobs_mode']}, not {LOGPROBS_MODE}")
+    if spec.max_model_len is not None and first["max_model_len"] < spec.max_model_len:
+        found.append(f"its longest sequence is {first['max_model_len']} tokens, the trainer's {spec.max_model_len}")
+    if spec.batch_invariant and not first["batch_invariant"]:
+        found.append("it was started without batch-invariant kernels, and vllm_batch_invariant=True asks for them")
+    groups: dict[str, list[str]] = defaultdict(list)
+    causes = {"norm": "another checkpoint, or an earlier run trained them on this server"}
+    if spec.scale_rule not in (None, rule := first["options"].get("scale_rule", "rtn")):
+        causes["nvfp4"] = f"scale_rule={rule!r} there, {spec.scale_rule!r} in the trainer"
+    theirs = {name: [WeightSummary(*rank["weights"][name]) for rank in ranks] for name in first["weights"]}
+    mine = trainer_summaries(model, theirs)
+    for name, weight in mine.items():
+        if name not in theirs:
+            if weight.kind == "nvfp4":
+                groups["it has no layer for"].append(name)
+        elif (there := theirs[name][0].kind) != weight.kind:
+            groups[f"{there} there and {weight.kind} in the trainer:"].append(name)
+        elif not _same(weight, theirs[name]):
+            groups[f"other {weight.kind} weights ({causes.get(weight.kind, 'another checkpoint')}):"].append(name)
+    for name, shards in theirs.items():
+        if name not in mine and shards[0].kind in ("nvfp4", "dense"):
+            groups["layers that the trainer's model does not have:"].append(name)
+    adapter, buffers = active_adapter(model), first["adapter_ranks"]
+    for name, layer in rollout_layers(model).items():
+        has, rank = buffers.get(name), layer.r[adapter]
+        if has is None:
+            groups["no adapter buffers in"].append(name)
+        elif has < rank:
+            groups[f"adapter buffers of rank {has}, but the trainer's adapter has rank {rank}, in"].append(name)
+    for text, names in groups.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        found.append(f"{text.replace('nvfp4', 'NVFP4')} {', '.join(sorted(names)[:3])}{more}")
+    return found
+
+
+def _same(mine: WeightSummary, shards: list[WeightSummary]) -> bool:
+    """Whether the shards are the weight, or several copies of it (replicated norms; k and v on more ranks than heads)."""
+    copies, rest = divmod(sum(shard.numel for shard in shards), mine.numel)
+    if rest or any(abs(shard.divisor - mine.divisor) > 1e-6 * mine.divisor for shard in shards):
+        return False
+    sums = [sum(parts) for parts in zip(*(shard.sums for shard in shards), strict=True)]
+    return sums == [copies * value for value in mine.sums]

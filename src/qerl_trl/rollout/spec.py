@@ -106,14 +106,15 @@ class EngineSpec:
         at_load = True  # a model that was quantized by hand came from a dense checkpoint
         if isinstance(config, NVFP4Config):
             scale_rule, at_load = config.scale_rule, config.source_format is None
-        packed, text = has_nvfp4(base), base.config.get_text_config(decoder=True)
+        packed, text, linears = has_nvfp4(base), base.config.get_text_config(decoder=True), linear_layers(base)
+        dense = [name for name, layer in linears.items() if not isinstance(layer, NVFP4Linear)]  # the head is one
         return cls(
             model=base.name_or_path or "",
             revision=revision,
             dtype=str(dtype or compute_dtype(model)).removeprefix("torch."),
             base="nvfp4" if packed else "dense",
             scale_rule=scale_rule if packed and at_load else None,
-            ignore=tuple(dense_layers(base)) if packed and at_load else None,
+            ignore=tuple(short_names(dense, linears)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
             text_only=text is not base.config and not pictures,
             delta_net=bool(delta_net_layers(base.config)),
@@ -194,12 +195,6 @@ def _held_as(model: nn.Module) -> str:
             kind += [state.quant_type, str(state.dtype), state.blocksize, state.nested]
         kinds.append(kind)
     return hashlib.blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
-
-
-def dense_layers(model: nn.Module) -> list[str]:
-    """The linear layers of a quantized model that are not packed (the head is one), by the shortest names that work."""
-    linears = linear_layers(model)
-    return short_names((name for name, layer in linears.items() if not isinstance(layer, NVFP4Linear)), linears)
 
 
 def active_adapter(model: nn.Module) -> str:

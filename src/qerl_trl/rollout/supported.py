@@ -59,8 +59,10 @@ def _zero_stage(args: QeRLConfig | QeRLRLOOConfig) -> int:
 
 def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
     """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded."""
-    check_sharding(args, _zero_stage(args), fsdp_version(args))
-    settle_optimizer(args)
+    zero_stage, fsdp = _zero_stage(args), fsdp_version(args)
+    if zero_stage or fsdp is not None:
+        check_sharding(args, zero_stage, fsdp)
+        settle_optimizer(args)
     if not args.use_vllm:
         return
     check_vllm(OLDEST_VLLM if args.vllm_mode == "colocate" else None)  # TRL's client of a server needs it too

@@ -9,11 +9,11 @@ import os
 import secrets
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
-from .engine import AdapterTensors, Engine, Update, bits, changes, fingerprint
+from .engine import AdapterTensors, Engine, Update, changes, fingerprint, word_sum
 from .spec import active_adapter, check_servable, rollout_layers, trained_norms
 
 #: makes the whole tensors of sharded parameters available while it is open
@@ -134,7 +134,7 @@ class TrainedWeights(Trained):
                 parameter = cast(torch.Tensor, module._parameters[key])
                 with gather([parameter]):
                     whole = full_tensor(parameter)
-                    sums.append((name, bits(whole)))
+                    sums.append((name, word_sum(whole)))
                     yield name, whole
 
         engine.put_weights(stream())
@@ -145,7 +145,7 @@ class TrainedWeights(Trained):
 
 
 def _whole(parameters: Sequence[torch.Tensor]) -> bool:
-    return all(type(parameter) is nn.Parameter for parameter in parameters)
+    return {*map(type, parameters)} <= {nn.Parameter}
 
 
 def trained_part(model: nn.Module) -> Trained:
@@ -157,13 +157,8 @@ _CHUNK = 2**26
 
 
 class WeightSummary(NamedTuple):
-    """One weight, or one rank's shard of it.
-
-    kind: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
-    numel: elements (of the packed bytes for NVFP4), without padding.
-    sums: `checksum`; for NVFP4 of the codes, then of the block scales.
-    divisor: NVFP4's global scale, else 0.
-    """
+    """One weight, or one rank's shard of it. `kind`: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
+    `numel`: elements, of NVFP4 packed bytes, without padding. `sums`: `checksum`, of NVFP4 of codes and block scales. `divisor`: its global scale."""
 
     kind: str
     numel: int
@@ -191,6 +186,7 @@ def summary(kind: str, *parts: torch.Tensor, divisor: float = 0.0) -> WeightSumm
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: bytes that are summed into one number of an update's checksum
 _BLOCK = 2**16
+_SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -201,14 +197,12 @@ class UpdateLayout:
     entries: tuple[tuple[str, str, str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(
-        cls, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> "UpdateLayout":
-        """For this adapter in `dtype`, and these norms in float32."""
+    def of(cls, update: Update, dtype: torch.dtype) -> "UpdateLayout":
+        """For an update's adapter in `dtype`, and its norms in float32."""
         name = str(dtype).removeprefix("torch.")
-        found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in norms.items()]
-        found += [("a", key, name, tuple(t.a.shape)) for key, t in adapter.items()]
-        found += [("b", key, name, tuple(t.b.shape)) for key, t in adapter.items()]
+        found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in update.norms.items()]
+        found += [("a", key, name, tuple(t.a.shape)) for key, t in update.adapter.items()]
+        found += [("b", key, name, tuple(t.b.shape)) for key, t in update.adapter.items()]
         return cls(tuple(found))
 
     @cached_property
@@ -238,24 +232,23 @@ class UpdateLayout:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer: uint8 (nbytes,), whose bytes they share."""
         if not (self._latest and self._latest[0][0] is flat):
-            starts = accumulate(self._sizes, initial=0)
-            self._latest[:] = [(flat, [
-                flat[start : start + size].view(DTYPES[dtype]).view(shape)
-                for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
-            ])]  # fmt: skip
+            parts = zip(flat[: sum(self._sizes)].split(self._sizes), self.entries, strict=True)
+            self._latest[:] = [(flat, [part.view(DTYPES[dtype]).view(shape) for part, (_, _, dtype, shape) in parts])]
         return self._latest[0][1]
 
     @torch.no_grad()
-    def pack(
-        self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], flat: torch.Tensor
-    ) -> None:
+    def pack(self, update: Update, flat: torch.Tensor) -> None:
         """Write an update into `flat`, uint8 (nbytes,) on the tensors' device; alpha/r goes into b, in float32."""
-        scaled = [t.b.float() for t in adapter.values()]
-        if scaled:
-            scaled = list(torch._foreach_mul(scaled, [t.scaling for t in adapter.values()]))
-        sources = [*norms.values(), *(t.a for t in adapter.values()), *scaled]
+        adapted, views = update.adapter.values(), self.views(flat)
+        sources = [*update.norms.values(), *(t.a for t in adapted)]
+        halves = [(t.b.detach().float(), t.scaling) for t in adapted]
+        if flat.is_cpu:  # one at a time, within the cache: a float32 copy of all would take longer than the rest
+            for (b, factor), view in zip(halves, views[len(sources) :], strict=True):
+                torch.mul(b, factor, out=view)
+        elif halves:
+            sources += torch._foreach_mul(*zip(*halves, strict=True))
         if sources:
-            torch._foreach_copy_(self.views(flat), [source.detach() for source in sources])
+            torch._foreach_copy_(views[: len(sources)], [source.detach() for source in sources])
 
     def unpack(self, flat: torch.Tensor) -> tuple[dict[str, AdapterTensors], dict[str, torch.Tensor]]:
         """Adapter and norms in `flat`, whose bytes they share."""
@@ -277,10 +270,11 @@ class SharedMemory:
 
     def __init__(self, size: int, device: torch.device, name: str | None = None) -> None:
         self.size, self.name = size, name or f"qerl-{secrets.token_hex(16)}"
-        descriptor = os.open(_path(self.name), os.O_RDWR | (0 if name else os.O_CREAT | os.O_EXCL), 0o600)
+        self._path = _SHM / os.path.basename(self.name)  # a name may come over the network
+        descriptor = os.open(self._path, os.O_RDWR | (0 if name else os.O_CREAT | os.O_EXCL), 0o600)
         try:
             if name is None:
-                weakref.finalize(self, _unlink, self.name)
+                weakref.finalize(self, self._path.unlink, missing_ok=True)
                 os.posix_fallocate(descriptor, 0, size)  # too little memory would end the process later
             self.data = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         finally:
@@ -290,20 +284,12 @@ class SharedMemory:
             weakref.finalize(self, _unpin, self.data)
 
     def unlink(self) -> None:
-        _unlink(self.name)  # processes that have mapped it keep the memory, and a SIGKILL leaves nothing behind
+        """Processes that have mapped it keep the memory, and a SIGKILL leaves nothing behind."""
+        self._path.unlink(missing_ok=True)
 
     @staticmethod
     def is_here(name: str) -> bool:
-        return bool(name) and os.access(_path(name), os.R_OK | os.W_OK)
-
-
-def _path(name: str) -> str:
-    return f"/dev/shm/{os.path.basename(name)}"  # of what came over the network
-
-
-def _unlink(name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(_path(name))
+        return bool(name) and os.access(_SHM / os.path.basename(name), os.R_OK | os.W_OK)
 
 
 def _pin(data: torch.Tensor) -> bool:

@@ -74,8 +74,10 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
     if handled := main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, tell)
     try:
-        with told_of_interrupts(lambda: told("Interrupted")):
-            yield
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note(told("Interrupted"))
+        raise
     finally:
         if handled and signal.getsignal(signal.SIGTERM) is tell:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from ..checkpoint.settings import warn_of_tokens
+from ..model.lora import adapted_layers
+from ..nvfp4.architectures import has_experts
 from ..rollout.sampling import save_generation_config
 from ..support import secrets
 from ..support.trl import OnlineTrainer
@@ -23,13 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
-    """Plan the export of a merged model without writing it, and warn before the training if the model's form does not allow it."""
-    from ..publish.load import TrainedPolicy
-    from ..publish.merge import entries_of
-
+    """Warn before the training if the model's form does not allow a merged export: planned without writing it, where the adapter is on more than
+    linear layers, or the model has experts."""
     if not isinstance(model, PeftModel):
         return
     warn_of_tokens(model, processing_class)
+    if all(isinstance(layer, LoraLinear) for layer in adapted_layers(model).values()) and not has_experts(model.config):
+        return
+    from ..publish.load import TrainedPolicy
+    from ..publish.merge import entries_of
+
     try:
         entries_of(TrainedPolicy(model, None, {}), with_adapter=True)
     except (ValueError, RuntimeError) as error:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
+_PREFIXES = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.|base_model\.model\.)+")
 _CHILDREN = ("_orig_mod", "module", "_fsdp_wrapped_module")
 _WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PEFT_LAYERS = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer|token_adapter)(?=\.|$)")
@@ -19,15 +19,13 @@ def canonical_name(name: str) -> str:
     >>> canonical_name("module.base_model.model.model.layers.0.input_layernorm.modules_to_save.default")
     'model.layers.0.input_layernorm'
     """
-    while name.startswith(_PREFIXES):
-        name = name[len(next(prefix for prefix in _PREFIXES if name.startswith(prefix))) :]
-    return _PEFT_LAYERS.sub("", _WRAPPERS.sub("", name))
+    return _PEFT_LAYERS.sub("", _WRAPPERS.sub("", _PREFIXES.sub("", name)))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel, DeepSpeed, FSDP's first version and torch.compile; PEFT stays."""
     # by registered child, not by hasattr: a PeftModel forwards unknown attributes to what it wraps
-    while (inner := next((model._modules[name] for name in _CHILDREN if model._modules.get(name)), None)) is not None:
+    while (inner := next(filter(None, map(model._modules.get, _CHILDREN)), None)) is not None:
         model = inner
     return model
 

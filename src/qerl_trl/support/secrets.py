@@ -76,19 +76,17 @@ def known() -> dict[str, str]:
     """Secrets of this process and machine -> descriptions, in words; longer ones first."""
     from huggingface_hub import get_token
 
-    found = {
-        value: f"the value of {name}"
-        for name, value in ((name, value.strip()) for name, value in os.environ.items())
-        if len(value) >= _MIN_VARIABLE and _is_secret_variable(name) and not os.path.exists(value)
-    }
-    found |= {value: f"the value of {name}" for value, name in _given.items()}
+    found = {}
+    for name, text in os.environ.items():
+        if _VARIABLE_NAME.search(name) and not _HARMLESS_VARIABLE.fullmatch(name):
+            value = text.strip()
+            if len(value) >= _MIN_VARIABLE and not os.path.exists(value):
+                found[value] = f"the value of {name}"
+    for value, name in _given.items():
+        found[value] = f"the value of {name}"
     if token := get_token():
         found[token] = "the Hub token"
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
-
-
-def _is_secret_variable(name: str) -> bool:
-    return _VARIABLE_NAME.search(name) is not None and _HARMLESS_VARIABLE.fullmatch(name) is None
+    return {value: found[value] for value in sorted(found, key=len, reverse=True)}
 
 
 def redact(text: str) -> str:
@@ -130,15 +128,15 @@ def find(text: str | bytes, is_json: bool = False) -> str | None:
 
 
 def _found(text: str | bytes, secrets: Mapping[str, str]) -> str | None:
+    for secret, name in secrets.items():
+        if (secret.encode() if isinstance(text, bytes) else secret) in text:  # type: ignore[operator]
+            return name
     if isinstance(text, bytes):
-        content, text = text, text.decode("latin-1")  # any bytes; a form is ASCII
-        is_there = [name for secret, name in secrets.items() if secret.encode() in content]
-    else:
-        is_there = [name for secret, name in secrets.items() if secret in text]
-    if is_there:
-        return is_there[0]
-    forms = ((name, form) for name, (signs, form, _) in _FORMS.items() if any(sign in text for sign in signs))
-    return next((name for name, form in forms if form.search(text)), None)
+        text = text.decode("latin-1")  # any bytes; a form is ASCII
+    for name, (signs, form, _) in _FORMS.items():
+        if any(sign in text for sign in signs) and form.search(text):
+            return name
+    return None
 
 
 def _named_in_json(text: str | bytes) -> str | None:

@@ -8,7 +8,7 @@ files are unchanged. Anything but one plain active adapter runs PEFT's own forwa
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -233,13 +233,13 @@ def unfuse(model: nn.Module) -> None:
 
 def _groups_in(parent: nn.Module) -> list[tuple[str, ...]]:
     """The names of `parent`'s children, those together that read the same input."""
-    children = [name for name, child in parent.named_children() if isinstance(child, LoraLayer)]
-    groups = []
+    children: dict[str, Any] = dict(parent.named_children())
+    alone = [name for name, child in children.items() if isinstance(child, LoraLayer)]
+    groups: list[tuple[str, ...]] = []
     if not getattr(parent, "is_kv_shared_layer", False):  # there k and v are another layer's
         for group in DECODER.groups:
-            found = tuple(name for name in group if name in children)
-            widths = {cast(Any, parent.get_submodule(name)).in_features for name in found}
-            if len(found) > 1 and len(widths) == 1:
-                groups.append(found)
-    together = {name for group in groups for name in group}
-    return groups + [(name,) for name in children if name not in together]
+            found = [name for name in group if name in alone]
+            if len(found) > 1 and len({children[name].in_features for name in found}) == 1:
+                groups.append(tuple(found))
+                alone = [name for name in alone if name not in found]
+    return groups + [(name,) for name in alone]

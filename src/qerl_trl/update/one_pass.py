@@ -62,7 +62,7 @@ class OnePass:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._scoring = self._skip = False
+        self._skip = False
         #: the micro-batch whose loss is being computed, until it has its log-probabilities
         self._batch: dict[str, Any] | None = None
         self._seen: list[dict[str, torch.Tensor]] = []
@@ -80,20 +80,11 @@ class OnePass:
     def _corrects(self) -> bool:
         return hasattr(self._trainer, "vllm_importance_sampling_correction")  # GRPO; RLOO does not
 
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Around TRL's `_generate_and_score_completions`."""
-        self._scoring = True
-        try:
-            yield
-        finally:
-            self._scoring = self._skip = False
-
     def generated(self) -> None:
         """Call at the end of `_generate`: the next requested log-probabilities are the old ones, if any."""
         trainer = self._trainer
         wanted = not self._corrects or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
-        self._skip = self._scoring and trainer.model.training and wanted and self.holds
+        self._skip = trainer.model.training and wanted and self.holds
 
     def logps(
         self, compute: Callable[..., tuple], model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -114,7 +105,7 @@ class OnePass:
         later."""
         trainer = self._trainer
         old = rollout.get(_OLD)
-        self._seen = []
+        self._seen, self._skip = [], False
         if not (trainer.model.training and self.holds and _RATIO in rollout and old is not None):
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
             return
@@ -128,23 +119,22 @@ class OnePass:
 
     @contextmanager
     def own(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Around TRL's `_compute_loss` of a micro-batch: gives it what the loss is to be computed of.
+        """Around TRL's `_compute_loss` of a micro-batch: gives it what the loss is to be computed of, corrected where it has importance ratios.
 
         Raises:
             `RuntimeError`: rollout and trainer log-probabilities differ too much (`rollout/mismatch.py`); raised at the
                 last micro-batch, before the optimizer step.
         """
-        trainer = self._trainer
-        open_ = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
-        if not (trainer.model.training and self.holds and open_):
-            yield inputs
-            return
-        self._batch = inputs = dict(inputs)
+        trainer, used = self._trainer, self._trainer.use_vllm
+        unknown = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
+        if filled := trainer.model.training and self.holds and unknown:
+            self._batch = inputs = dict(inputs)
+        trainer.use_vllm = used or _RATIO in inputs  # TRL asks it whether to correct
         try:
             yield inputs
         finally:
-            self._batch = None
-        if len(self._seen) == trainer.args.steps_per_generation:
+            self._batch, trainer.use_vllm = None, used
+        if filled and len(self._seen) == trainer.args.steps_per_generation:
             self._measure()
 
     def _correct(self, batch: dict[str, Any], trained: torch.Tensor) -> None:

@@ -312,13 +312,11 @@ def why_not(model: PreTrainedModel) -> str | None:
         return f"{name} has layers of another kind ({', '.join(sorted(kinds))})"
     # names of an attention layer's dropout rate as a number; other dropout is a module
     names = ("attention_dropout", "attn_dropout", "dropout")
-    found = [
-        vars(module).get(name)
-        for module in model.modules()
-        for name in (names if "attention" in type(module).__name__.lower() else names[:1])
-    ]
     said = text.to_dict()
-    found.append(said.get("attention_dropout"))  # a layer may read it there
+    found = [said.get("attention_dropout")]  # a layer may read it there
+    for module in model.modules():
+        attends = "attention" in type(module).__name__.lower()
+        found += map(vars(module).get, names if attends else names[:1])
     dropped = max((value for value in found if isinstance(value, float)), default=0.0)
     if dropped:
         return f"attention_dropout={dropped:g} drops attention weights in training"

@@ -209,7 +209,10 @@ def _completion(output: RequestOutput) -> Completion:
 def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Further arguments of `LLM` that keep it away from the class of the trainer's `model`; none where vLLM has a class of its own."""
     config: Any = base_model(model).config
-    if not _runs_transformers(config, chosen.get("model_impl", spec.model_impl)):
+    model_impl = chosen.get("model_impl", spec.model_impl)
+    known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
+    theirs = all(getattr(each, "module_name", ".transformers").endswith(".transformers") for each in known)
+    if not (theirs if model_impl == "auto" else model_impl == "transformers"):
         return {}
     if chosen.get("hf_overrides"):
         raise ValueError(
@@ -217,13 +220,6 @@ def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str,
             "model's config.json instead, or use use_vllm=False."
         )
     return {"hf_overrides": isolated}
-
-
-def _runs_transformers(config: PretrainedConfig, model_impl: str) -> bool:
-    if model_impl != "auto":
-        return model_impl == "transformers"
-    known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
-    return all(getattr(model, "module_name", ".transformers").endswith(".transformers") for model in known)
 
 
 def isolated(config: PretrainedConfig) -> PretrainedConfig:

@@ -240,7 +240,7 @@ class Renaming:
     mappers: list[Mapper] = field(default_factory=list)
 
     def add(self, mapper: Mapper) -> None:
-        if all(known is not mapper and known != mapper for known in self.mappers):
+        if mapper not in self.mappers:
             self.mappers.append(mapper)
 
     def original(self, name: str, known: Collection[str] = ()) -> str:

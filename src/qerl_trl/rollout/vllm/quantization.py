@@ -98,13 +98,6 @@ def _format_of(name: str, columns: int, selection: Selection, options: EngineOpt
     return "nvfp4" if options.base == "nvfp4" and selection.is_quantized(name, columns) else "dense"
 
 
-def _mapper_of_class() -> Mapper | None:
-    """`hf_to_vllm_mapper` of the class of the engine that is being built, with what vLLM leaves out when it announces it."""
-    model = get_current_vllm_config().model_config
-    known = model is not None and model.architectures
-    return getattr(get_model_cls(model), "hf_to_vllm_mapper", None) if known else None
-
-
 @register_quantization_config(METHOD)
 @dataclass(eq=False)
 class QeRLQuantizationConfig(QuantizationConfig):
@@ -160,9 +153,11 @@ class QeRLQuantizationConfig(QuantizationConfig):
         Several places say what vLLM fuses, and a class may inherit a mapping that is another's (GLM has Llama's, and one `gate_up_proj`).
         The first that gives layers in `known` is right; where nothing is known, the first.
         """
-        row = ROWS.get(_model_type() or "")
+        row, model = ROWS.get(_model_type() or ""), get_current_vllm_config().model_config
         leaf = prefix.rpartition(".")[2]
-        said = [{} if row is None else row.fused, self.packed_modules_mapping, stacked(_mapper_of_class())]
+        # with what vLLM leaves out when it announces the class that it is about to build
+        mapper = getattr(get_model_cls(model), "hf_to_vllm_mapper", None) if model and model.architectures else None
+        said = [{} if row is None else row.fused, self.packed_modules_mapping, stacked(mapper)]
         found: list[str] = []
         for fused in [*(fused for fused in said if leaf in fused), {}]:  # after them, the layer itself
             names = [with_gap(self.renaming.original(name, known), known) for name in split_fused(prefix, fused)]

@@ -20,11 +20,11 @@ from ..engine import (
     Contents,
     RolloutError,
     all_bits,
-    bits,
     fingerprint,
     not_finite,
     rounded,
     update_fingerprint,
+    word_sum,
 )
 from .linear import AdaptedMethod, Layer, parts_of
 from .loader import Renaming
@@ -201,7 +201,7 @@ class RolloutState:
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                came.append((name, bits(tensor)))
+                came.append((name, word_sum(tensor)))
                 layer = name.removesuffix(".weight")
                 if layer in self.shards:
                     ends["first" if not ends else "last"] = (layer, tensor)
