@@ -1,4 +1,4 @@
-"""The tables of tables.py about what others' code does with ours: PEFT's tuners, TRL's own tests and notebooks."""
+"""Tables of others' code on ours: PEFT's tuners, TRL's own tests and notebooks, other package versions."""
 
 import json
 from pathlib import Path
