@@ -1,14 +1,14 @@
-"""What is learned on a CPU: by the embedded model in four arms, by `make demo` with several seeds, by the small examples, by a real model.
+"""What is learned on a CPU: by the embedded model, the small examples, and a real model.
 
-    python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2            # {bf16, NVFP4} x {noise off, on}, the runs of `qerl-trl arms`
-    python benchmarks/learning.py demo --seeds 43 44                     # `make demo` and the same with further seeds; ten minutes on two cores
-    python benchmarks/learning.py examples --only grid_game              # what is known of the others stays; minutes each
-    python benchmarks/learning.py real [--record]                        # `make demo-real`: SmolLM2-135M-Instruct learns products
+    python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2   # {bf16, NVFP4} x {noise off, on}, by `qerl-trl arms`
+    python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes on two cores
+    python benchmarks/learning.py examples --only grid_game     # rows of the others stay; minutes each
+    python benchmarks/learning.py real [--record]               # `make demo-real`: SmolLM2-135M-Instruct learns products
 
-Each writes its file in results/ (`real` with --record). The seed decides the adapter's initial values, the order of problems, sampling and noise; the
-pretrained model is the same. A folder of `demo` that holds a finished run is measured again and not trained again: remove it first. `--note` says what
-else the machine did: the seconds are worth nothing without it. `real` says at its end how much of the gain only repairs the rounding to 4 bits: the
-untrained bf16 model is measured, too. The model is from a package (examples/assets/real_model.py); from the Hub it is `qerl-trl train --config smollm2`.
+Each writes its file in results/ (`real` with --record). The seed decides the adapter's initial values, the order of
+problems, sampling and noise. A folder of `demo` with a finished run is measured again, not trained again. `--note` says
+what else the machine did. `real` also measures the untrained bf16 model: how much of the gain repairs the rounding to 4
+bits? Its model is from a package (examples/assets/real_model.py); from the Hub: `qerl-trl train --config smollm2`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def started(*words: str, **environment: str) -> None:
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
 
 
-# --- arms of the embedded model ----------------------------------------------------------------------------------------------------------
+# --- arms of the embedded model -------------------------------------------------------------------
 
 ARMS_RESULT = RESULTS / "embedded_arms.json"
 #: name in the table -> arm of `qerl-trl arms`
@@ -94,18 +94,23 @@ def arms_table(record: dict[str, Any]) -> str:
         rows.append(
             f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} "
             f"| {statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) "
-            f"| {statistics.mean(gain):+.1f}, sd {statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % bound "
-            f"{100 * worst:+.1f} | {start:.3f} -> {end:.3f} | {statistics.mean(run['train_seconds'] for run in runs):.0f} |"
+            f"| {statistics.mean(gain):+.1f}, sd {statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % "
+            "bound "
+            f"{100 * worst:+.1f} | {start:.3f} -> {end:.3f} | "
+            f"{statistics.mean(run['train_seconds'] for run in runs):.0f} |"
         )
     return "\n".join(rows)
 
 
-# --- the embedded default ----------------------------------------------------------------------------------------------------------------
+# --- the embedded default -------------------------------------------------------------------------
 
 DEMO_RESULT = RESULTS / "demo.json"
 DEMO = ROOT / "runs" / "embedded"  # output_dir of examples/configs/embedded.yaml
 CONFIG = "examples/configs/embedded.yaml"
-LAUNCH = "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/grpo_gsm8k.py"
+LAUNCH = (
+    "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "
+    "examples/grpo_gsm8k.py"
+)
 
 
 def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
@@ -144,7 +149,7 @@ def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
     return {"what": what, "commit": commit, "note": note, "runs": runs}
 
 
-# --- the small examples ------------------------------------------------------------------------------------------------------------------
+# --- the small examples ---------------------------------------------------------------------------
 
 EXAMPLES_RESULT = RESULTS / "examples_cpu.json"
 EXAMPLES = ("letters", "tool_call", "grid_game")
@@ -183,7 +188,8 @@ def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
 def examples_table(content: dict[str, Any]) -> str:
     """What the documentation shows of it."""
     rows = [
-        "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | commit |",
+        "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | "
+        "commit |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in content["runs"].items():
@@ -191,13 +197,14 @@ def examples_table(content: dict[str, Any]) -> str:
         low, high = (f"{100 * bound:+.1f}" for bound in run["difference"]["interval95"])
         gain = f"{100 * run['difference']['value']:+.1f} ({low} to {high})"
         rows.append(
-            f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | {run['train_seconds']:.0f} "
+            f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | "
+            f"{run['train_seconds']:.0f} "
             f"| {run['machine']} | {run['commit']} |"
         )
     return "\n".join(rows)
 
 
-# --- a real model ------------------------------------------------------------------------------------------------------------------------
+# --- a real model ---------------------------------------------------------------------------------
 
 REAL_RESULT = RESULTS / "demo_real.json"
 RUN = ROOT / "runs" / "products"  # output_dir of examples/configs/smollm2.yaml

@@ -59,8 +59,10 @@ def peers_of(record: dict[str, Any]) -> str:
         + "\n".join(
             f"- {arm}, {count} {'test' if count == 1 else 'tests'}: {words}" for (arm, words), count in reasons.items()
         )
-        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers {versions['transformers']}, "
-        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, commit {record['commit']}, [{source.name}]({source})."
+        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers "
+        f"{versions['transformers']}, "
+        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, commit {record['commit']}, "
+        f"[{source.name}]({source})."
     )
 
 
@@ -77,8 +79,10 @@ def notebooks() -> str:
     left = "; ".join(f"`{name}` ({why})" for name, why in record["left out"].items())
     versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
     return "\n\n".join(parts) + (
-        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, transformers "
-        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, [{source.name}]({source})."
+        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, "
+        "transformers "
+        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, "
+        f"[{source.name}]({source})."
     )
 
 

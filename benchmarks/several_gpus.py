@@ -1,22 +1,30 @@
-"""GRPO steps on several GPUs in every layout, ours and stock TRL's twin: seconds per phase, sync, sequences per second, memory of each GPU.
+"""GRPO steps on several GPUs in every layout, ours and stock TRL's twin: seconds per phase, sync, sequences per second,
+memory of each GPU.
 
-    python benchmarks/several_gpus.py --output multi_gpu_h200x2.json                                # what fits into 9 minutes
-    python benchmarks/several_gpus.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
-    python benchmarks/several_gpus.py --modes ours-fsdp2-tp2 --shape 70b --output FILE              # a row of its own, as with --sequences
-    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape 1.5b --cold --output FILE    # starts with nothing compiled
-    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
+    python benchmarks/several_gpus.py --output multi_gpu_h200x2.json  # what fits into 9 minutes
+    # rows of other modes stay in the file
+    python benchmarks/several_gpus.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json
+    # a row of its own, as with --sequences
+    python benchmarks/several_gpus.py --modes ours-fsdp2-tp2 --shape 70b --output FILE
+    # starts with nothing compiled
+    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape 1.5b --cold --output FILE
+    # dry run; FSDP and DeepSpeed want GPUs
+    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape tiny --device cpu
 
-    one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
+    one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its
+    own in each process
     dp       a process and an engine on each                  tp2      as dp, with one engine of two shards
-    server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2, where deepspeed is installed
+    server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2, where deepspeed is
+    installed
     dp4      as dp, on four                                   fsdp2-4  as fsdp2, over four
                                                               fsdp2-tp2  as fsdp2, with one engine of two shards
 
-Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a `QeRLGRPOTrainer` with its defaults on
-an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
-8 completions (--sequences) of 512 tokens per process and step. What is measured, and how, is step.py's. A mode is a process group of its own with a
-limit of time; one that fails or is late leaves a row that says so, with the steps that it took. One that this machine cannot run is skipped,
-with the reason. The checkpoints are kept between calls (`--models`).
+Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a
+`QeRLGRPOTrainer` with its defaults on an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape
+in bf16; random weights, the same rank-32 LoRA on all linear layers, 8 completions (--sequences) of 512 tokens per
+process and step. What is measured, and how, is step.py's. A mode is a process group of its own with a limit of time;
+one that fails or is late leaves a row that says so, with the steps that it took. One that this machine cannot run is
+skipped, with the reason. The checkpoints are kept between calls (`--models`).
 """
 
 import argparse
@@ -73,7 +81,9 @@ MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items()
 
 
 def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = False) -> str:
-    """A mode's row is called as the mode; where shape and sequences are not the default, or nothing was compiled, it says so."""
+    """A mode's row is called as the mode; where shape and sequences are not the default, or nothing was compiled, it
+    says so.
+    """
     return mode + f"-{shape}" * (shape != SHAPE) + f"-of-{sequences}" * (sequences != SEQUENCES) + "-cold" * cold
 
 
@@ -81,7 +91,7 @@ def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = Fal
 ORDER = [row_name(mode, shape) for shape in (SHAPE, *SHAPES) for mode in MODES]
 
 
-# --- one process of a mode ---------------------------------------------------------------------------------------------------------------
+# --- one process of a mode ------------------------------------------------------------------------
 
 
 def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, callback: Any) -> Any:
@@ -126,7 +136,9 @@ def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, ca
 
 
 def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, cpu: bool) -> str:
-    """On the second GPU: the command that our trainer prints, or TRL's. Its process is a group of its own, ended by `run_mode`."""
+    """On the second GPU: the command that our trainer prints, or TRL's. Its process is a group of its own, ended by
+    `run_mode`.
+    """
     log, gpu = folder / SERVER_LOG, None if cpu else os.environ["QERL_SERVER_GPU"]
     if mode.who == "ours":
         more = ["--gpu-memory-utilization", "0.1", "--enforce-eager"] if cpu else []
@@ -141,7 +153,9 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
 
 
 def await_server(process: Any, url: str, log: Path) -> None:
-    """Next to the trainer, which loads its model meanwhile and then waits for the same answer; a server that ends, ends it."""
+    """Next to the trainer, which loads its model meanwhile and then waits for the same answer; a server that ends, ends
+    it.
+    """
     try:
         common.wait(process, url, log, 240)  # less than a mode's limit: the error says what the server said
         SERVER_READY.append(round(time.perf_counter() - STARTED, 1))
@@ -179,7 +193,7 @@ def in_use(gpu: str) -> int:
     return int(pynvml.nvmlDeviceGetMemoryInfo(named(int(gpu) if gpu.isdigit() else gpu)).used)
 
 
-# --- all of them -------------------------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def why_not(name: str, device: str, gpus: int) -> str | None:

@@ -112,7 +112,8 @@ def update() -> str:
         table(heads, rows)
         + f"\n\nForward and backward of {record['sequences']} x {record['tokens_each']} tokens of the "
         + f"{record['size'].upper()} shape, rank-32 LoRA, adapter without dropout. torch_compile (commit "
-        + f"{whole['commit'][:7]}): its first call took {whole['cases']['stock-torch-compile']['first_s']['checkpointed']:.0f} s. "
+        + f"{whole['commit'][:7]}): its first call took "
+        f"{whole['cases']['stock-torch-compile']['first_s']['checkpointed']:.0f} s. "
         + f"Unsloth {unsloth['versions']['unsloth']} with trl {unsloth['versions']['trl']} (commit "
         + f"{unsloth['commit'][:7]}): cross entropy in place of GRPO's log-probabilities. "
         + f"{measured_by(UPDATE, record['device'], [record['commit']], torch=record['versions']['torch'])}."
@@ -153,8 +154,10 @@ def step() -> str:
     return (
         table(heads, rows, left=2)
         + "\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of "
-        + "lognormal lengths (mean 250, up to 1024), filled in after a short rollout, so only its update says something. "
-        + "`48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of one, "
+        + "lognormal lengths (mean 250, up to 1024), filled in after a short rollout, so only its update says "
+        "something. "
+        + "`48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of "
+        "one, "
         + "8-bit AdamW, a KV cache that sleeps during updates). Rows of different commits are of different sessions, "
         + f"whose machines differ by up to a tenth.{not_alone(measured)} "
         + f"{measured_by(STEP, first['device'], commits, **versions)}."
@@ -250,9 +253,12 @@ def cards() -> str:
     which = "recipes that start there (in brackets: how many completions of full length it generates at a time)"
     errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
     return table(["card", which, "tokens/s"], rows, left=3) + (
-        f"\n\nPlanned, by a memory plan that was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured "
-        "workloads](docs/source/benchmarks.md#training) on an H200; more memory runs more at a time. Tokens/s: rollouts in "
-        f"vLLM on that H200, so many completions at a time ({ways}); `-` was not measured. 7B also ran on an H100 as a card "
+        f"\n\nPlanned, by a memory plan that was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} "
+        "measured "
+        "workloads](docs/source/benchmarks.md#training) on an H200; more memory runs more at a time. Tokens/s: "
+        "rollouts in "
+        f"vLLM on that H200, so many completions at a time ({ways}); `-` was not measured. 7B also ran on an H100 as "
+        "a card "
         "of 24 GiB; no other card was there."
     )
 
@@ -267,10 +273,12 @@ def speed() -> str:
     return (
         "Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): "
         f"{at} sequences. Forward and backward of {updates['sequences']} x {updates['tokens_each']} tokens take "
-        f"{ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is "
+        f"{ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it "
+        "is "
         f"not (TRL with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in "
         f"{ours['peak_gib']['checkpointed']:.0f} and {ours['peak_gib']['plain']:.0f} GiB "
-        f"({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {device}, random weights; all "
+        f"({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {device}, random weights; "
+        "all "
         "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
     )
 
@@ -293,8 +301,10 @@ def multi_gpu() -> str:
     cold = {name: rows[f"ours-{name}-1.5b-cold"]["start"] for name in ("one", "dp")}
     return (
         table(heads, found)
-        + "\n\n7B, completions of 512 tokens, 8 per process where nothing else is said; stock TRL with bf16 LoRA; memory of "
-        + "the trainers' fullest GPU. *: on another machine of the same kind. Nothing compiled before, 1.5B: one process is "
+        + "\n\n7B, completions of 512 tokens, 8 per process where nothing else is said; stock TRL with bf16 LoRA; "
+        "memory of "
+        + "the trainers' fullest GPU. *: on another machine of the same kind. Nothing compiled before, 1.5B: one "
+        "process is "
         + f"ready after {cold['one']:.0f} s, two after {cold['dp']:.0f}.{not_alone(shown)} "
         + f"{measured_by(SEVERAL, rows['ours-dp']['device'], [row['commit'] for row in shown])}."
     )

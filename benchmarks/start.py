@@ -1,14 +1,14 @@
-"""Seconds from the start of the process to the first sampled token: a QeRL trainer with vLLM in its process, and plain vLLM in the same run.
+"""Seconds from the start of a process to its first sampled token: a QeRL trainer with colocated vLLM, and vLLM alone.
 
-    python benchmarks/start.py --out results/start_time.json                      # 7B on a GPU, about 8 minutes
-    python benchmarks/start.py --out /tmp/start.json --shape tiny --device cpu    # does it run at all
+    python benchmarks/start.py --out results/start_h200.json                      # 7B on a GPU, about 8 minutes
+    python benchmarks/start.py --out /tmp/start.json --shape tiny --device cpu    # dry run
 
-Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise, CUDA graphs as vLLM captures them) and `vllm` (bf16, the engine alone).
-Each runs twice, each time in a process of its own: `cold` with empty caches of Triton, of torch.compile and of vLLM, then `warm` with those that
-the cold run left. Python's files are in the page cache either way: an
-import that is not measured comes first. `imports` are the import statements of a user's script; `collector_s` is what Python's search for
-garbage takes of imports and of all before the first token. Then as many sequences as one rollout has, of 100 random tokens each, to the first
-token and again, and a whole rollout of 32 tokens, twice; what a second call no longer takes was compilation.
+Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise) and `vllm` (bf16, the engine alone), both
+with CUDA graphs. Each runs in two processes: `cold` with empty caches of Triton, torch.compile and vLLM, then `warm`
+with those of the cold run. An unmeasured import comes first, so that Python's files are in the page cache. `imports`
+are the import statements of a user's script; `collector_s` the share of Python's garbage collector. Then one rollout's
+sequences, of 100 random tokens each, run to the first token and for 32 tokens, each twice; the difference was
+compilation.
 """
 
 import argparse
@@ -102,9 +102,10 @@ def build(checkpoint: Path, device: str) -> Any:
 
     cpu = {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
     arguments = QeRLConfig(
-        output_dir=tempfile.mkdtemp(), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=MAX_LENGTH, max_completion_length=NEW,
-        per_device_train_batch_size=8, gradient_accumulation_steps=max(SEQUENCES) // 8, num_generations=8,
-        model_init_kwargs={"dtype": "bfloat16"}, bf16=True, use_cpu=device == "cpu", report_to=[], **(cpu if device == "cpu" else {}),
+        output_dir=tempfile.mkdtemp(), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=MAX_LENGTH,
+        max_completion_length=NEW, per_device_train_batch_size=8, gradient_accumulation_steps=max(SEQUENCES) // 8,
+        num_generations=8, model_init_kwargs={"dtype": "bfloat16"}, bf16=True, use_cpu=device == "cpu", report_to=[],
+        **(cpu if device == "cpu" else {}),
     )  # fmt: skip
     return QeRLGRPOTrainer(
         model=str(checkpoint),
@@ -122,8 +123,8 @@ def start_vllm(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
     llm = clock.part(
         "LLM(...)",
         lambda: LLM(
-            str(checkpoint), dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=max(SEQUENCES), max_num_batched_tokens=4096,
-            logprobs_mode="processed_logprobs", **options,
+            str(checkpoint), dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=max(SEQUENCES),
+            max_num_batched_tokens=4096, logprobs_mode="processed_logprobs", **options,
         ),
     )  # fmt: skip
     vocabulary = llm.llm_engine.model_config.get_vocab_size()

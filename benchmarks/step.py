@@ -5,18 +5,19 @@
     python benchmarks/step.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
     python benchmarks/step.py --only ours-tiny stock-tiny --device cpu         # dry run
 
-A case is a process: up to `STEPS` optimizer steps, fewer after `ENOUGH` seconds. `ours-*` is a `QeRLGRPOTrainer` with its
-defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape in bf16,
-the same LoRA (rank 32, every linear layer) and colocated vLLM with 0.4 of the GPU. Prompts have 256 tokens, completions
-exactly as many as the case says (`ignore_eos`). In `ragged` cases the engine generates a few tokens and completions are
-filled with random tokens up to drawn lengths, the same for both: only the seconds of the update mean something there.
+A case is a process: up to `STEPS` optimizer steps, fewer after `ENOUGH` seconds. `ours-*` is a `QeRLGRPOTrainer` with
+its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape
+in bf16, the same LoRA (rank 32, every linear layer) and colocated vLLM with 0.4 of the GPU. Prompts have 256 tokens,
+completions exactly as many as the case says (`ignore_eos`). In `ragged` cases the engine generates a few tokens and
+completions are filled with random tokens up to drawn lengths, the same for both: only the seconds of the update mean
+something there.
 
-A phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or merged
-weights into the engine), `reward`, `scoring` (log-probabilities and advantages of a rollout), `update` (the rest of the
-step). `garbage` is the share of Python's collector, `passes` the forward passes over the trained model. `median` is over
-the steps from the third on. `measured_gib`: the peak of the process by NVML, all phases; `planned_gib`: `qerl-trl plan`.
-With `cap` the process sees a GPU of that size, and torch's allocator is limited to it (not where the engine sleeps: torch
-would count a KV cache that is not there).
+A phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or
+merged weights into the engine), `reward`, `scoring` (log-probabilities and advantages of a rollout), `update` (the rest
+of the step). `garbage` is the share of Python's collector, `passes` the forward passes over the trained model. `median`
+is over the steps from the third on. `measured_gib`: the peak of the process by NVML, all phases; `planned_gib`:
+`qerl-trl plan`. With `cap` the process sees a GPU of that size, and torch's allocator is limited to it (not where the
+engine sleeps: torch would count a KV cache that is not there).
 """
 
 import argparse
@@ -55,7 +56,9 @@ GENERATED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`batch` completions of `new` tokens per step (`ragged`: up to `new`), `micro` per backward pass, GiB of the GPU (`cap`)."""
+    """`batch` completions of `new` tokens per step (`ragged`: up to `new`), `micro` per backward pass, GiB of the GPU
+    (`cap`).
+    """
 
     who: str
     size: str
@@ -207,7 +210,9 @@ def trainer_of(size: str, settings: dict[str, Any], data: Any, device: str, stoc
 
 
 def fill_completions(trainer: Any, sequences: int, lengths: Callable[[int], list[int]]) -> None:
-    """Generate a few tokens for `sequences` prompts, and fill the completions with random tokens up to `lengths(count)`."""
+    """Generate a few tokens for `sequences` prompts, and fill the completions with random tokens up to
+    `lengths(count)`.
+    """
     generation = trainer.vllm_generation
     generate, draw = generation.generate, random.Random(1)
 

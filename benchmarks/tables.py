@@ -53,7 +53,8 @@ def architectures() -> str:
     source = ARCHITECTURES.relative_to(ROOT)
     return (
         table(["`model_type`", *cells], rows, left=1 + len(cells))
-        + f"\n\nWhat is refused, and the error's words:\n\n{lines}\n\ntransformers {record['versions']['transformers']}, "
+        + f"\n\nWhat is refused, and the error's words:\n\n{lines}\n\ntransformers "
+        f"{record['versions']['transformers']}, "
         + f"commit {', '.join(record['commits'])}. {engines(record['rollouts'])} [{source.name}]({source})."
     )
 
@@ -146,7 +147,8 @@ def demo() -> str:
     return (
         f"A run of it takes {statistics.mean(run['train_seconds'] for run in runs):.0f} s on {device}; {len(runs)} of "
         f"them, with a seed each, went from {before[0]:.0f} % of held-out problems to "
-        f"{', '.join(f'{value:.0f}' for value in after)} %. [The table of arms](docs/source/benchmarks.md#learning) says "
+        f"{', '.join(f'{value:.0f}' for value in after)} %. [The table of arms](docs/source/benchmarks.md#learning) "
+        "says "
         "what that shows and what it does not: the noise buys no accuracy there."
     )
 
@@ -157,7 +159,8 @@ def real_model() -> str:
         return "No whole run is recorded yet."
     record, source = json.loads(learning.REAL_RESULT.read_text()), learning.REAL_RESULT.relative_to(ROOT)
     return (
-        f"{learning.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one core; "
+        f"{learning.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
+        "core; "
         f"one seed; commit {record['commit'][:7]}, [{source.name}]({source}), by `{record['command']}`."
     )
 
