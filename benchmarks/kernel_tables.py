@@ -38,8 +38,7 @@ def kernels() -> str:
             right(["us, at tokens", *heads], times),
             right(["times bf16's speed, at tokens", *(head for head in heads if head != "bf16")], ratios),
             "Summed over the four matrices of a Qwen2.5 decoder layer; bf16 is cuBLAS's, and a ratio above 1 is "
-            "faster than "
-            f"it; rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
+            f"faster than it; rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
             f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}.",
         ]
     )

@@ -1,9 +1,9 @@
 """What is learned on a CPU: by the embedded model, the small examples, and a real model.
 
     python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2   # {bf16, NVFP4} x {noise off, on}, by `qerl-trl arms`
-    python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes on two cores
+    python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
     python benchmarks/learning.py examples --only grid_game     # rows of the others stay; minutes each
-    python benchmarks/learning.py real [--record]               # `make demo-real`: SmolLM2-135M-Instruct learns products
+    python benchmarks/learning.py real [--record]               # `make demo-real`: a real model learns products
 
 Each writes its file in results/ (`real` with --record). The seed decides the adapter's initial values, the order of
 problems, sampling and noise. A folder of `demo` with a finished run is measured again, not trained again. `--note` says
@@ -92,12 +92,10 @@ def arms_table(record: dict[str, Any]) -> str:
         start = statistics.mean(statistics.mean(run["curves"]["entropy"][:tenth]) for run in runs)
         end = statistics.mean(statistics.mean(run["curves"]["entropy"][-tenth:]) for run in runs)
         rows.append(
-            f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} "
-            f"| {statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) "
-            f"| {statistics.mean(gain):+.1f}, sd {statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % "
-            "bound "
-            f"{100 * worst:+.1f} | {start:.3f} -> {end:.3f} | "
-            f"{statistics.mean(run['train_seconds'] for run in runs):.0f} |"
+            f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} | "
+            f"{statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) | {statistics.mean(gain):+.1f}, sd "
+            f"{statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % bound {100 * worst:+.1f} | {start:.3f} "
+            f"-> {end:.3f} | {statistics.mean(run['train_seconds'] for run in runs):.0f} |"
         )
     return "\n".join(rows)
 
@@ -198,8 +196,7 @@ def examples_table(content: dict[str, Any]) -> str:
         gain = f"{100 * run['difference']['value']:+.1f} ({low} to {high})"
         rows.append(
             f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | "
-            f"{run['train_seconds']:.0f} "
-            f"| {run['machine']} | {run['commit']} |"
+            f"{run['train_seconds']:.0f} | {run['machine']} | {run['commit']} |"
         )
     return "\n".join(rows)
 

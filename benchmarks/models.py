@@ -4,12 +4,12 @@
     python benchmarks/models.py 32b FOLDER --packed   # NVFP4 in compressed-tensors' layout
     python benchmarks/models.py gemma3-12b FOLDER     # the model of the recipe of that name, tower included
 
-Shapes by size are Qwen2.5's; those by a recipe's name are in tests/shapes.py (`tiny-gemma3-12b`: small enough for a CPU).
-A folder has the tokenizer and chat template of the embedded example, and a generation_config.json in which one token id in
-`STOP_EVERY` ends a completion, so that random weights stop after that many tokens on average.
+Shapes by size are Qwen2.5's; those by a recipe's name are in tests/shapes.py (`tiny-gemma3-12b`: small enough for a
+CPU). A folder has the tokenizer and chat template of the embedded example, and a generation_config.json in which one
+token id in `STOP_EVERY` ends a completion, so that random weights stop after that many tokens on average.
 
-`packed_model(size)` is a trainer's base: NVFP4 linear layers, q|k|v and gate|up in one storage each; `policy(size)` adds a
-LoRA adapter; `folder(size)` is what stock vLLM loads with random bf16 weights.
+`packed_model(size)` is a trainer's base: NVFP4 linear layers, q|k|v and gate|up in one storage each; `policy(size)`
+adds a LoRA adapter; `folder(size)` is what stock vLLM loads with random bf16 weights.
 """
 
 import argparse
@@ -338,13 +338,13 @@ def generation(model: nn.Module, *, max_sequences: int, max_length: int, **engin
     gpu = Gpu.current(torch.device("cuda")) if torch.cuda.is_available() else None
     args = SimpleNamespace(
         aqn=True, share_weights=True, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4",
-        scale_rule="rtn", per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8, bf16=True,
-        fp16=False,
+        scale_rule="rtn", per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8,
+        bf16=True, fp16=False,
         vllm_batch_invariant=False, model_init_kwargs=None, rollout_probe="refuse", rollout_probe_steps=0,
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "", _is_vlm=False,
-        train_dataset=[], eval_dataset=None, eos_token_ids=[],
+        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "",
+        _is_vlm=False, train_dataset=[], eval_dataset=None, eos_token_ids=[],
         memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
     )  # fmt: skip
     share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.2)

@@ -80,8 +80,7 @@ def notebooks() -> str:
     versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
     return "\n\n".join(parts) + (
         f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, "
-        "transformers "
-        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, "
+        f"transformers {versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, "
         f"[{source.name}]({source})."
     )
 

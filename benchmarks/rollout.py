@@ -3,18 +3,19 @@
     python benchmarks/rollout.py --out FILE ours:7b stock-merged:7b stock-lora:7b
     python benchmarks/rollout.py --out FILE ours:32b:8,32,64 stock-merged:32b:8,32,64
 
-A case (`NAME:SIZE` or `NAME:SIZE:BATCHES`) is a process; cases run one after the other, each alone on the GPU. A batch that
-does not fit, or comes after `SECONDS` of measuring, is left out, with the reason in the result. `ours` also times syncs of
-adapter and noise. Cases of other runs stay in FILE: `runs` has command, commit, device and versions of each run, a case
-names its run, and ratios are only between cases of one run. results/rollout_h200.json is the committed file.
+A case (`NAME:SIZE` or `NAME:SIZE:BATCHES`) is a process; cases run one after the other, each alone on the GPU. A batch
+that does not fit, or comes after `SECONDS` of measuring, is left out, with the reason in the result. `ours` also times
+syncs of adapter and noise. Cases of other runs stay in FILE: `runs` has command, commit, device and versions of each
+run, a case names its run, and ratios are only between cases of one run. results/rollout_h200.json is the committed
+file.
 
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
     stock-lora    stock vLLM, bf16, rank-32 adapter in vLLM's LoRA slots
     stock-merged  stock vLLM, bf16, no adapter: what TRL runs after it merged and streamed every weight
 
 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, CUDA graphs of the decode step, no
-torch.compile. A step of `ours` processes as many tokens as the memory plan chooses where there is room, one of the others
-TRL's 4096. `ours:dry` runs on a CPU.
+torch.compile. A step of `ours` processes as many tokens as the memory plan chooses where there is room, one of the
+others TRL's 4096. `ours:dry` runs on a CPU.
 """
 
 import argparse
@@ -36,10 +37,10 @@ from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS
 
 ORDER = "cases one after the other, each alone on the GPU"
 WHAT = (
-    "tokens per second; 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, full decode CUDA "
-    "graphs, no torch.compile, rank-32 adapter on all seven projections; ours: NVFP4 base shared with a trainer's model, "
-    "adapter inside the quantized layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without adapter, "
-    "what TRL runs after merging; median of up to three rollouts; ratios are of engines of one run"
+    "tokens per second; 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, full decode "
+    "CUDA graphs, no torch.compile, rank-32 adapter on all seven projections; ours: NVFP4 base shared with a trainer's "
+    "model, adapter inside the quantized layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without "
+    "adapter, what TRL runs after merging; median of up to three rollouts; ratios are of engines of one run"
 )
 PROMPT, NEW, RANK, GIB = 256, 256, 32, 2**30
 #: seconds after which a batch is not repeated, and of measuring a case, after which larger batches are left out

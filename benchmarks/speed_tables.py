@@ -206,7 +206,7 @@ def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> s
 
 
 def rollout_speeds() -> tuple[dict[str, dict[int, float]], str]:
-    """Tokens per second on an H200 by model and sequences: of a rollout alone, else of whole steps; and which is which."""
+    """Tokens per second by model and sequences, of a rollout alone or of whole steps; and which is which."""
     steps = {
         row["size"]: {row["batch"]: row["batch"] * row["new"] / row["median"]["rollout"]}
         for row in json.loads(STEP.read_text())["step"]
@@ -254,12 +254,9 @@ def cards() -> str:
     errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
     return table(["card", which, "tokens/s"], rows, left=3) + (
         f"\n\nPlanned, by a memory plan that was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} "
-        "measured "
-        "workloads](docs/source/benchmarks.md#training) on an H200; more memory runs more at a time. Tokens/s: "
-        "rollouts in "
-        f"vLLM on that H200, so many completions at a time ({ways}); `-` was not measured. 7B also ran on an H100 as "
-        "a card "
-        "of 24 GiB; no other card was there."
+        "measured workloads](docs/source/benchmarks.md#training) on an H200; more memory runs more at a time. "
+        f"Tokens/s: rollouts in vLLM on that H200, so many completions at a time ({ways}); `-` was not measured. 7B "
+        "also ran on an H100 as a card of 24 GiB; no other card was there."
     )
 
 
@@ -271,15 +268,13 @@ def speed() -> str:
     ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
     device = rollouts["runs"][rollouts["cases"]["ours:7b"]["run"]]["device"]
     return (
-        "Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): "
-        f"{at} sequences. Forward and backward of {updates['sequences']} x {updates['tokens_each']} tokens take "
+        f"Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): {at} sequences. "
+        f"Forward and backward of {updates['sequences']} x {updates['tokens_each']} tokens take "
         f"{ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it "
-        "is "
-        f"not (TRL with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in "
-        f"{ours['peak_gib']['checkpointed']:.0f} and {ours['peak_gib']['plain']:.0f} GiB "
+        f"is not (TRL with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), "
+        f"in {ours['peak_gib']['checkpointed']:.0f} and {ours['peak_gib']['plain']:.0f} GiB "
         f"({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {device}, random weights; "
-        "all "
-        "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
+        "all tables, losses included: [speed and memory](docs/source/benchmarks.md)."
     )
 
 
@@ -293,8 +288,10 @@ def multi_gpu() -> str:
         cells = [f"{ours['median'][part]:.2f}" for part in ("step", "rollout", "sync")]
         cells += [f"{ours['sequences_per_second']:.1f}", f"{ours['planned_gib']:.1f}", f"{max(ours['gib']):.1f}"]
         other_machine = stock is not None and stock.get("machine") != ours.get("machine")
-        theirs = [f"{stock['median']['step']:.2f}{'*' * other_machine}",
-                  f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"] if stock else ["", ""]  # fmt: skip
+        theirs = ["", ""]
+        if stock is not None:
+            times = ours["sequences_per_second"] / stock["sequences_per_second"]
+            theirs = [f"{stock['median']['step']:.2f}{'*' * other_machine}", f"{times:.2f}"]
         found.append([words, *cells, *theirs])
     heads = ["layout", "step, s", "rollout, s", "sync, s", "sequences/s", "planned, GiB", "measured, GiB"]
     heads += ["stock TRL: step, s", "ours / stock"]

@@ -148,8 +148,7 @@ def demo() -> str:
         f"A run of it takes {statistics.mean(run['train_seconds'] for run in runs):.0f} s on {device}; {len(runs)} of "
         f"them, with a seed each, went from {before[0]:.0f} % of held-out problems to "
         f"{', '.join(f'{value:.0f}' for value in after)} %. [The table of arms](docs/source/benchmarks.md#learning) "
-        "says "
-        "what that shows and what it does not: the noise buys no accuracy there."
+        "says what that shows and what it does not: the noise buys no accuracy there."
     )
 
 
@@ -160,8 +159,7 @@ def real_model() -> str:
     record, source = json.loads(learning.REAL_RESULT.read_text()), learning.REAL_RESULT.relative_to(ROOT)
     return (
         f"{learning.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
-        "core; "
-        f"one seed; commit {record['commit'][:7]}, [{source.name}]({source}), by `{record['command']}`."
+        f"core; one seed; commit {record['commit'][:7]}, [{source.name}]({source}), by `{record['command']}`."
     )
 
 
