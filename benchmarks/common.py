@@ -179,11 +179,7 @@ def end(pid: int) -> None:
 #: processes of `watched` that still run
 RUNNING: set[int] = set()
 #: mark of a run -> text of the line at which it is reached
-MARKS = {
-    "ready_s": "  versions",
-    "evaluated_s": "Held-out accuracy before",
-    "trained_s": "Held-out accuracy, greedy",
-}
+MARKS = {"ready_s": "  versions", "evaluated_s": "Held-out accuracy before", "trained_s": "Held-out accuracy, greedy"}
 
 
 def watched(

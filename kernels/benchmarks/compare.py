@@ -117,13 +117,6 @@ def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
     return rows
 
 
-def with_humming_of(result: dict, run: dict) -> dict:
-    """`result`, what one run has left, with humming-kernels as another one timed them (or had of a third), and where that is of."""
-    of = ("device", "torch", "triton", "commit", "command", "humming_kernels")
-    timed = run.get("humming_run") or {name: run[name] for name in of}
-    return result | {"humming": run["humming"], "humming_run": timed}
-
-
 def add_humming(result: dict, tokens: list[int], save: Callable[[], None]) -> None:
     """The matrices of 7B by `against_humming`, saved one by one, and which humming-kernels these are."""
     result["humming_kernels"] = importlib.metadata.version("humming-kernels")
@@ -227,12 +220,7 @@ def main() -> None:
     parser.add_argument("--marlin", default="")
     parser.add_argument("--humming", action="store_true")
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--join", type=Path, help="nothing is timed: put a run's humming-kernels into --out")
     args = parser.parse_args()
-    if args.join:
-        joined = with_humming_of(json.loads(Path(args.out).read_text()), json.loads(args.join.read_text()))
-        Path(args.out).write_text(json.dumps(joined, indent=1))
-        return
     begin = time.time()
     torch.backends.cuda.matmul.allow_tf32 = False
     tokens, models = [int(m) for m in args.ms.split(",")], [m for m in args.models.split(",") if m]

@@ -1,6 +1,6 @@
 """A decoder layer's four matrices at every number of tokens that a draining batch passes through, and what every candidate would take.
 
-    python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...] [--fit]
+    python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...]
     python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --near 1.25 --layer-sizes 512   only candidates that may be the fastest
     python kernels/benchmarks/every_size.py --out layers.json --layers-only       only the third part, by what ships
     python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   nothing is timed: layers of several such runs in one file
@@ -8,7 +8,7 @@
 1. Every variant of the kernels is compiled, and checked on a small product, in processes of their own with a time limit: one that fails,
    hangs or is wrong is named and left out.
 2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates), what is selected now, and cuBLAS bf16 are timed in turns, with an
-   adapter of rank 32, over rotating copies of the weights.  fit.py makes the cost model from these rows; `--fit` does so here.
+   adapter of rank 32, over rotating copies of the weights.  fit.py makes the cost model from these rows.
 3. For each model and every multiple of 8 tokens a decoder layer without its attention runs as in a model: RMSNorm, q/k/v, o, RMSNorm,
    gate/up, SwiGLU, down, one after the other in one CUDA graph over rotating layers; by what is selected ("ours", with adapter) and by
    cuBLAS bf16 without one.  `glue_us` is the same without products.  `ratio` compares whole layers, `products` takes the glue off both.
@@ -39,7 +39,6 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 from compare import commit
-from fit import fit
 
 import qerl_nvfp4
 from qerl_nvfp4 import cost, ops, reference, select, timing, tune
@@ -285,15 +284,15 @@ class Layers:
         return lambda i: self.run(x, functools.partial(product, i))
 
 
-def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict]:
-    """`choose(N, K, M, rows)` -> configuration, with an adapter."""
+def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
+    """Layers by what ships, with an adapter."""
     layers = Layers(model, l2, "cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for M in sizes:
         if time.time() > deadline:
             print(f"# time is up before layers of {model} M={M}", flush=True)
             break
-        chosen = {n: choose(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
+        chosen = {n: shipped(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
         calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
         ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
         rows.append(
@@ -353,9 +352,6 @@ def main() -> None:
     parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument(
-        "--fit", action="store_true", help="fit the cost model before layers are timed, and choose by it"
-    )
-    parser.add_argument(
         "--layers-only",
         action="store_true",
         help="time layers at every multiple of 8, by what ships, and no candidates",
@@ -368,10 +364,8 @@ def main() -> None:
     if args.join:
         write(args.out, joined([json.loads(path.read_text()) for path in args.join]))
         return
-    if args.layers_only and (args.fit or args.sizes):
-        parser.error(
-            f"--layers-only times what ships and no candidates, and {'--fit' if args.fit else '--sizes'} is about candidates: leave out one"
-        )
+    if args.layers_only and args.sizes:
+        parser.error("--layers-only times what ships and no candidates, and --sizes is about candidates: leave out one")
     begin, on_gpu = time.time(), torch.cuda.is_available()
     if args.dry_run:
         tune.MODELS["tiny"] = TINY
@@ -438,19 +432,11 @@ def main() -> None:
             torch.cuda.empty_cache()
     print(f"# {len(result['matrices'])} rows of candidates after {time.time() - begin:.0f} s", flush=True)
 
-    def choose(N: int, K: int, M: int, rows: int) -> dict:
-        found = cost.cheapest(N, K, M, sms, rows, (), fitted) if M > 16 and fitted else None
-        return shipped(N, K, M, rows) if found is None or not runs(found, good) else found
-
-    fitted = None
-    if args.fit:
-        fitted, result["fit"] = fit(result["matrices"], sms)
-        print("# fit:", result["fit"], flush=True)
     for name in models:
         if time.time() > layers_until:
             print(f"# time is up before layers of {name}")
             break
-        result["layers"] += layer_rows(name, layer_sizes, choose, l2, layers_until)
+        result["layers"] += layer_rows(name, layer_sizes, l2, layers_until)
         save()
         if on_gpu:
             torch.cuda.empty_cache()

@@ -332,17 +332,3 @@ def test_two_streams_in_turn():
     torch.cuda.synchronize()
     assert all(torch.equal(y, expected[i]) for i, y in found)
     assert not leftovers()
-
-
-def test_no_tokens_between_others():
-    """M = 0, with and without an adapter, and in a graph: nothing runs, nothing changes."""
-    layer = SMALL()
-    x = normal(9, layer.hidden)
-    before = layer(x)
-    empty = layer(x[:0])
-    assert empty.shape == (0, layer.hidden)
-    graph, y = capture(layer, x[:0])
-    graph.replay()
-    assert y.shape == (0, layer.hidden)
-    assert torch.equal(layer(x), before)
-    assert not leftovers()

@@ -7,16 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
 import test_kernels_sm90 as sm90
 import triton
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import expected
 
 from qerl_nvfp4 import bounds, cost, ops, select
 
@@ -160,11 +156,6 @@ def test_no_bound_is_below_the_floor(card):
             for config in bounds.mma_candidates(N, K, M, card.sms, select.shared_memory_limit(0)):
                 assert max(bounds.mma_bounds(card, config, N, K, M).values()) >= 0.999 * bounds.floor_us(card, N, K, M)
             assert bounds.dense_us(card, N, K, M) > bounds.bf16_us(card, N, K, M) > bounds.floor_us(card, N, K, M)
-
-
-def test_the_page_shows_what_is_expected():
-    page = expected.PAGE.read_text()
-    assert expected.written(page, "7B") == page, "run kernels/benchmarks/expected.py --page kernels/HOW_IT_WORKS.md"
 
 
 def test_a_configuration_from_a_file_that_cannot_run_is_refused():

@@ -151,14 +151,7 @@ def test_a_tensor_of_another_device_is_refused(name):
 
 @pytest.mark.parametrize(
     ("rows", "stride", "copied"),
-    [
-        (3, 64, False),
-        (3, 96, False),
-        (3, 0, True),
-        (3, 16, True),
-        (4, 2**29, True),
-        (4, 2**29 - 8, False),
-    ],
+    [(3, 64, False), (3, 96, False), (3, 0, True), (3, 16, True), (4, 2**29, True), (4, 2**29 - 8, False)],
 )
 def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied, monkeypatch):
     """x A^T counts in 32 bits; the copy engine takes no rows that overlap."""
@@ -207,27 +200,16 @@ def test_a_gradient_that_would_be_lost_is_refused():
     packed, scale, gs = random_weight(32, 64)
     x, weight = torch.randn(2, 64, requires_grad=True), torch.ones(64, requires_grad=True)
     b = torch.randn(32, 4, requires_grad=True)
-    calls = (
+    for call in (
         lambda: qerl_nvfp4.linear(x, packed, scale, gs),
         lambda: qerl_nvfp4.linear(x.detach(), packed, scale, gs, None, torch.randn(4, 64), b),
         lambda: qerl_nvfp4.rms_norm(x.detach(), weight, 1e-6),
-    )
-    for call in calls:
-        with pytest.raises(RuntimeError, match="no autograd"):
+        lambda: torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) + x.sum(), backend="aot_eager")(x),
+    ):
+        with pytest.raises(Exception, match="no autograd"):
             call()
         with torch.no_grad():
             call()
-    compiled = torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) + x.sum(), backend="aot_eager")
-    with pytest.raises(Exception, match="no autograd"):
-        compiled(x)
-    with torch.no_grad():
-        compiled(x)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")
-def test_without_a_gpu_it_says_that_it_is_slow():
-    assert not qerl_nvfp4.is_available()
-    assert "slow" in qerl_nvfp4.describe("cpu")
 
 
 def test_operators_have_correct_fakes():
