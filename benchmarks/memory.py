@@ -10,7 +10,7 @@ length with random tokens, so that an update has the tokens that were planned. t
 `card` is the size of the GPU that the process sees and plans for.
 
 `measured_gib`: peak of the process by NVML, sampled every 10 ms. `ratio`: planned over measured; `error`: ratio minus
-1, required between 0 and 0.1. Rows of other workloads stay in the file; a row that is measured again moves to `before`.
+1, required between 0 and 0.1. Rows of other workloads stay in the file.
 """
 
 import argparse
@@ -180,14 +180,13 @@ def gpu_gib(device: str) -> float:
 
 
 def keep(row: dict[str, Any], record: dict[str, Any]) -> None:
-    """Put a row into the record; the one that it replaces goes to `before`, and a failure replaces none."""
+    """Put a row into the record, with commit and versions; a failure replaces nothing."""
     row |= {"commit": record["commit"], "versions": record["versions"]}
     earlier = [other for other in record["memory"] if other["name"] == row["name"]]
     if "failed" in row and any("failed" not in other for other in earlier):
         print(f"{row['name']} failed ({row['failed']}); its earlier row stays")
         return
     record["memory"] = [*(other for other in record["memory"] if other not in earlier), row]
-    record["before"] += [other for other in earlier if "failed" not in other]
 
 
 def verdict(record: dict[str, Any]) -> int:
@@ -219,14 +218,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker:
         common.give(measure(ALL[options.worker], options.device, options.card))
-    record: dict[str, Any] = {**common.head(options.device, options.commit), "memory": [], "before": []}
+    record: dict[str, Any] = {**common.head(options.device, options.commit), "memory": []}
     if options.output is not None and options.output.is_file():
         found = json.loads(options.output.read_text())
         if found["device"] != record["device"]:
             parser.error(f"{options.output} is of {found['device']}, this is {record['device']}. Name another file.")
-        for row in [*found["memory"], *found["before"]]:
-            row.setdefault("versions", found["versions"])
-        record |= {"memory": found["memory"], "before": found["before"]}
+        record["memory"] = [{"versions": found["versions"], **row} for row in found["memory"]]
     needs = {name: planned(ALL[name]).peak / GIB * 1.05 for name in options.only}
     available = SHARE * gpu_gib(options.device)
 

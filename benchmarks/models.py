@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -308,51 +307,6 @@ def randomize(model: nn.Module, scale: float = 0.01) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.normal_(0, scale)
-
-
-class _Noise:
-    """Stands in for the trainer's AQNCallback: holds a draw."""
-
-    def __init__(self, model: nn.Module) -> None:
-        from qerl_trl.noise.norms import find_noisy_norms
-
-        self.norms = tuple(find_noisy_norms(model))
-        self.draw = None
-        self.sigma_effective = 0.0
-        self.schedule = SimpleNamespace(ever_noisy=True)
-
-
-def generation(model: nn.Module, *, max_sequences: int, max_length: int, **engine):
-    """A started `QeRLVLLMGeneration` on `model`, outside of a trainer. `engine`: further arguments of `vllm.LLM`."""
-    from accelerate import Accelerator
-
-    from qerl_trl.memory.formulas import model_bytes, shape_of
-    from qerl_trl.memory.plan import Gpu, plan_run
-    from qerl_trl.memory.workload import Workload
-    from qerl_trl.rollout.generation import QeRLVLLMGeneration
-
-    work = Workload(
-        batch=8, prompt_length=max_length - 16, completion_length=16, completions=max_sequences, rollout="colocate",
-        share_weights=True, sleep=False,
-    )  # fmt: skip
-    gpu = Gpu.current(torch.device("cuda")) if torch.cuda.is_available() else None
-    args = SimpleNamespace(
-        aqn=True, share_weights=True, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4",
-        scale_rule="rtn", per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8,
-        bf16=True, fp16=False,
-        vllm_batch_invariant=False, model_init_kwargs=None, rollout_probe="refuse", rollout_probe_steps=0,
-    )  # fmt: skip
-    trainer = SimpleNamespace(
-        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "",
-        _is_vlm=False, train_dataset=[], eval_dataset=None, eos_token_ids=[],
-        memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
-    )  # fmt: skip
-    share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.2)
-    return QeRLVLLMGeneration(
-        model=model, accelerator=Accelerator(), processing_class=None, trainer=trainer, mode="colocate",
-        gpu_memory_utilization=share_of_gpu, max_model_length=max_length, max_num_seqs=max_sequences,
-        enable_sleep_mode=False, max_completion_length=16,
-    )  # fmt: skip
 
 
 def seconds(function, device: str = "cuda") -> float:

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from models import folder, generation, kv_bytes, linear_shapes, model_config, policy, randomize, seconds
+from models import folder, kv_bytes, linear_shapes, model_config, randomize, seconds
+from step import prompts, trainer_of
 
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS
 
@@ -135,7 +136,7 @@ def by_model(sizes: Iterable[str]) -> list[str]:
 
 
 def engine_settings(size: str, batches: tuple[int, ...], step_tokens: int) -> dict[str, Any]:
-    settings = {"max_num_batched_tokens": step_tokens, "skip_tokenizer_init": True}
+    settings: dict[str, Any] = {"max_num_batched_tokens": step_tokens}
     if DEVICE == "cpu":
         return settings | {"gpu_memory_utilization": 0.25, "enforce_eager": True}
     captured = [c for c in CAPTURE if c <= max(batches)]
@@ -170,9 +171,15 @@ def build(case: Case, step_tokens: int) -> tuple[Any, Any, Any]:
     """(llm, LoRA request or None, our generation or None)."""
     settings = engine_settings(case.size, case.batches, step_tokens)
     if case.name.startswith("ours"):
-        model = policy(case.size, RANK, DEVICE)
-        g = generation(model, max_sequences=max(case.batches), max_length=2048, **settings)
-        return g.llm, None, g
+        cpu = DEVICE == "cpu"
+        arguments = {
+            "output_dir": tempfile.mkdtemp(), "use_vllm": True, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
+            "max_completion_length": NEW, "vllm_max_model_length": 2048, "report_to": "none", "aqn_num_stages": 2,
+            "vllm_gpu_memory_utilization": settings.pop("gpu_memory_utilization"),
+            "vllm_engine_kwargs": settings | {"max_num_seqs": max(case.batches)},
+        }  # fmt: skip
+        trainer = trainer_of(case.size, arguments, prompts(PROMPT), DEVICE)
+        return trainer.vllm_generation.llm, None, trainer.vllm_generation
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
@@ -181,7 +188,7 @@ def build(case: Case, step_tokens: int) -> tuple[Any, Any, Any]:
     slots = case.name.startswith("stock-lora")
     settings |= {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1} if slots else {}
     llm = LLM(
-        folder(case.size), load_format="dummy", dtype="bfloat16", max_model_len=2048, seed=0,
+        folder(case.size), load_format="dummy", dtype="bfloat16", max_model_len=2048, seed=0, skip_tokenizer_init=True,
         max_num_seqs=max(case.batches), logprobs_mode="processed_logprobs", **settings,
     )  # fmt: skip
     # weights of about 0.02 everywhere, norms 1: vLLM's own dummy values are a thousand times smaller

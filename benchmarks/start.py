@@ -65,23 +65,18 @@ def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
 
     from qerl_trl import trainer as trainer_module
     from qerl_trl.noise.callback import AQNCallback
-    from qerl_trl.rollout import generation
-    from qerl_trl.rollout.vllm import compile_ahead
+    from qerl_trl.rollout.generation import QeRLVLLMGeneration
     from qerl_trl.rollout.vllm import engine as in_process
 
-    clock.watch(generation.QeRLVLLMGeneration, "_init_vllm", "engine and probe")
+    clock.watch(QeRLVLLMGeneration, "_init_vllm", "engine and probe")
     clock.watch(in_process, "SharedLLM", "  LLM(...)")
-    clock.watch(compile_ahead, "precompile", "    kernels")
-    clock.watch(in_process, "fuse_storage", "  one storage")
-    clock.watch(generation.QeRLVLLMGeneration, "run_probe", "  probe")
-    clock.watch(generation.QeRLVLLMGeneration, "sync_weights", "    adapter into the engine")
+    clock.watch(QeRLVLLMGeneration, "run_probe", "  probe")
+    clock.watch(QeRLVLLMGeneration, "probe_noise", "noise: probe")
     clock.watch(grpo_trainer, "create_model_from_path", "weights, quantized while they load")
-    clock.watch(grpo_trainer, "get_peft_model", "adapter")
     clock.watch(trainer_module, "plan_trainer", "plan of memory")
-    clock.watch(trainer_module.base_identity, "shared_base_sha256", "fingerprint of the base")
+    clock.watch(trainer_module.fingerprint, "shared_base_sha256", "fingerprint of the base")
     clock.watch(AQNCallback, "attach", "noise: find the norms")
-    clock.watch(generation.QeRLVLLMGeneration, "probe_noise", "noise: probe")
-    clock.watch(trainer_module, "prepare", "update: fuse, pack, compile")
+    clock.watch(trainer_module, "prepare_updates", "update: fuse, pack, compile")
     trainer = clock.part("trainer", lambda: build(checkpoint, device))
     engine, vocabulary = trainer.vllm_generation, trainer.model.config.vocab_size
 

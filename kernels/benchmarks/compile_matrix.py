@@ -4,11 +4,11 @@
         pip install --no-deps --target DIR triton==3.9.0
     python compile_matrix.py --out compile.json                                    the installed Triton
 
-The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that names
-the GPU and never launches. A row has a kernel's registers and bytes of stack per thread, shared memory per block and the
-card's limit; or the error. `--quick` leaves out some matrices, numbers of tokens and ranks; kernels/tests runs it. The file
-is written after each version and keeps the rows of others; `kernels` in it is the digest of the sources. What uses stack
-is printed as the table of HOW_IT_WORKS.md.
+The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that
+names the GPU and never launches. A row has a kernel's registers and bytes of stack per thread, shared memory per block
+and the card's limit; or the error. `--quick` leaves out some matrices, numbers of tokens and ranks; kernels/tests runs
+it. The file is written after each version and keeps the rows of others; `kernels` in it is the digest of the sources.
+What uses stack is printed as the table of HOW_IT_WORKS.md.
 """
 
 import argparse
@@ -131,7 +131,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def rank_in_turn(variant: tuple, known: list[tuple], sm: int) -> int:
-    """The rank that a configuration is compiled for on this card: on three cards it has all, and three configurations of a kernel have all.
+    """The rank that a configuration is compiled for on this card: on three cards it has all, and three configurations
+    of a kernel have all.
 
     Args:
         variant: what is compiled, first the kernel's name.

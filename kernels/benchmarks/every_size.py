@@ -1,23 +1,22 @@
-"""A decoder layer's four matrices at every number of tokens that a draining batch passes through, and what every candidate would take.
+"""A decoder layer's four matrices at every number of tokens of a draining batch, and the time of every candidate.
 
     python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...]
-    python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --near 1.25 --layer-sizes 512   only candidates that may be the fastest
-    python kernels/benchmarks/every_size.py --out layers.json --layers-only       only the third part, by what ships
-    python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   nothing is timed: layers of several such runs in one file
+    python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --near 1.25 --layer-sizes 512
+    python kernels/benchmarks/every_size.py --out layers.json --layers-only          # only part 3, by what ships
+    python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   # layers of several such runs
 
-1. Every variant of the kernels is compiled, and checked on a small product, in processes of their own with a time limit: one that fails,
-   hangs or is wrong is named and left out.
-2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates), what is selected now, and cuBLAS bf16 are timed in turns, with an
-   adapter of rank 32, over rotating copies of the weights.  fit.py makes the cost model from these rows.
-3. For each model and every multiple of 8 tokens a decoder layer without its attention runs as in a model: RMSNorm, q/k/v, o, RMSNorm,
-   gate/up, SwiGLU, down, one after the other in one CUDA graph over rotating layers; by what is selected ("ours", with adapter) and by
-   cuBLAS bf16 without one.  `glue_us` is the same without products.  `ratio` compares whole layers, `products` takes the glue off both.
+1. Every variant of the kernels is compiled and checked on a small product, in processes with a time limit; one that
+   fails, hangs or is wrong is named and left out.
+2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates; with `--near` those predicted to take at most so
+   many times the least), the selected kernel and cuBLAS bf16 are timed in turns, with an adapter of rank 32, over
+   rotating copies of the weights. fit.py makes the cost model of these rows.
+3. For each model and every multiple of 8 tokens a decoder layer without its attention runs in one CUDA graph over
+   rotating layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by
+   cuBLAS bf16 without one. `glue_us` is the same without products. `ratio` compares whole layers, `products` without glue.
 
-`cost_model` in the file is the digest of the configs/cost_model.json that chose.  What was measured on this machine (`qerl-trl tune`) is left unread.
-With `--layers-only` a variant that ships and fails in part 1 ends the run: the third part would time it.
-
-No time is reported for a product whose check failed.  Every phase stops in time for the others; what is missing is missing in the file.
-`--dry-run` runs all of it on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices, and times nothing worth reading.
+`cost_model` is the digest of configs/cost_model.json; measurements of `qerl-trl tune` are not read. With `--layers-only` a
+shipped variant that fails ends the run. A product whose check failed has no time, and every part stops in time for the
+next. `--dry-run` runs on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices.
 """
 
 import argparse
@@ -45,7 +44,9 @@ from qerl_nvfp4 import cost, ops, reference, select, timing, tune
 from qerl_nvfp4.launch import forget_scratch
 from qerl_nvfp4.select import with_adapter
 
-CANDIDATE_SIZES = (24, 32, 48, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256, 264, 320, 384, 392, 448, 512, 704, 1504)  # fmt: skip
+CANDIDATE_SIZES = (
+    24, 32, 48, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256, 264, 320, 384, 392, 448, 512, 704, 1504,
+)  # fmt: skip
 LAYER_SIZES = (*range(8, 513, 8), 704, 1504)
 COMPILED = ("wgmma", "wide")  # kernels of which every variant is tried before
 RANK = 32
@@ -81,7 +82,7 @@ def shipped(N: int, K: int, M: int, rows: int) -> dict:
     return with_adapter(select.shipped(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK)[0])
 
 
-# --- 1: which variants work -------------------------------------------------------------------------------------------------------
+# --- 1: which variants work -----------------------------------------------------------------------
 
 
 def probe(config: dict) -> str:
@@ -110,7 +111,9 @@ def probe(config: dict) -> str:
 
 
 def usable_variants(configs: list[dict], seconds: float) -> tuple[set[str], dict[str, str]]:
-    """Variants that passed, and why others did not; what is not done in time counts as failed, and its process is ended."""
+    """Variants that passed, and why others did not; what is not done in time counts as failed, and its process is
+    ended.
+    """
     unique = {cost.variant(c): c for c in configs if c["kernel"] in COMPILED}
     if not torch.cuda.is_available():
         return set(), {}
@@ -130,11 +133,11 @@ def runs(config: dict, good: set[str]) -> bool:
     return config["kernel"] not in COMPILED or cost.variant(config) in good
 
 
-# --- 2: candidates ----------------------------------------------------------------------------------------------------------------
+# --- 2: candidates --------------------------------------------------------------------------------
 
 
 def guessed_us(config: dict, N: int, K: int, M: int, rows: int) -> float:
-    """A price of a variant that was not timed, by the factors of the tile of the same kernel that is nearest in size."""
+    """Price of a variant that was not timed, by the factors of the kernel's tile nearest in size."""
     place = N, K, M, multiprocessors(), rows
     size, found = config["BM"] * config["P"], []
     for name, own in cost.factors().items():
@@ -150,8 +153,9 @@ def guessed_us(config: dict, N: int, K: int, M: int, rows: int) -> float:
 
 
 def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float) -> list[dict]:
-    """Those predicted to take at most `near` times the least; those that were not timed by a guess, and beside the least of the guesses, so that no
-    guess keeps out what has a price."""
+    """Those predicted to take at most `near` times the least; those that were not timed by a guess, and beside the
+    least of the guesses, so that no guess keeps out what has a price.
+    """
     if math.isinf(near):
         return configs
     found: dict[bool, list[tuple[float, dict]]] = {True: [], False: []}
@@ -219,14 +223,14 @@ def matrix_rows(
         if measured:
             best = measured[0]
             print(
-                f"{name:18s} M={M:5d} bf16 {times[-1]:8.2f} now {rows[-1]['shipped_us'] or math.nan:8.2f} best {best['us']:8.2f} "
-                f"x{times[-1] / best['us']:.2f} {tune.short(best['config'])} of {len(measured)}",
+                f"{name:18s} M={M:5d} bf16 {times[-1]:8.2f} now {rows[-1]['shipped_us'] or math.nan:8.2f} best "
+                f"{best['us']:8.2f} x{times[-1] / best['us']:.2f} {tune.short(best['config'])} of {len(measured)}",
                 flush=True,
             )
     return rows
 
 
-# --- 3: layers --------------------------------------------------------------------------------------------------------------------
+# --- 3: layers ------------------------------------------------------------------------------------
 
 
 class Layers:
@@ -316,7 +320,9 @@ OF_A_RUN = ("device", "multiprocessors", "torch", "triton", "commit", "command",
 
 
 def joined(records: list[dict]) -> dict:
-    """`runs`, each with its models, and their `layers`; a model that several have is the last one's, and is left out where sizes are missing."""
+    """`runs`, each with its models, and their `layers`; a model that several have is the last one's, and is left out
+    where sizes are missing.
+    """
     runs, found = [], {}
     for record in records:
         heads = record.get("runs") or [{name: record[name] for name in OF_A_RUN}]
@@ -447,7 +453,8 @@ def main() -> None:
             if some:
                 worst = min(some, key=lambda r: r["ratio"])
                 print(
-                    f"{name} {low} to {high} tokens: worst {worst['ratio']} at {worst['M']}, products {worst['products']}"
+                    f"{name} {low} to {high} tokens: worst {worst['ratio']} at {worst['M']}, products "
+                    f"{worst['products']}"
                 )
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 

@@ -53,10 +53,11 @@ def table(model: str) -> list[str]:
 
 def text(model: str) -> str:
     about = (
-        f"Share of the floor, and cuBLAS bf16 over ours, for the four matrices of a {model} layer without adapter, by number of tokens. **Expected, "
-        f"not measured**: the largest of what a product's bytes, instructions and matrix units need at the least, divided by {bounds.OURS} for the mma "
-        f"kernel, {bounds.LIBRARY} for cuBLAS and {bounds.STREAM} for what streams; {bounds.LAUNCH_US:g} us per launch and {bounds.START_US:g} us per "
-        "round of programs. The divisors are assumptions."
+        f"Share of the floor, and cuBLAS bf16 over ours, for the four matrices of a {model} layer without adapter, by "
+        "number of tokens. **Expected, not measured**: the largest of what a product's bytes, instructions and matrix "
+        f"units need at the least, divided by {bounds.OURS} for the mma kernel, {bounds.LIBRARY} for cuBLAS and "
+        f"{bounds.STREAM} for what streams; {bounds.LAUNCH_US:g} us per launch and {bounds.START_US:g} us per round of "
+        "programs. The divisors are assumptions."
     )
     return "\n".join([about, "", *table(model)]) + "\n"
 

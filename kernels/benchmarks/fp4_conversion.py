@@ -1,10 +1,12 @@
-"""Instructions to decode a word of eight codes on Blackwell, by bits and by its conversion instruction. No GPU is needed.
+"""Instructions to decode a word of eight codes on Blackwell, by bits and by its conversion instruction. No GPU is
+needed.
 
     python fp4_conversion.py --tritons DIR:DIR:... --out results/fp4_conversion.json    # a folder per version of Triton
 
 A kernel of one decode is assembled, and its machine instructions are counted, less those of a kernel that only moves as
-much. `bits` and `conversion` are the kernels' own assembly (portable.DECODE_WORD, hopper.CONVERT_WORD); `by way of float16`
-is what there is without the conversion to bfloat16, which ptxas has from CUDA 13.2 on. HOW_IT_WORKS.md sums it up.
+much. `bits` and `conversion` are the kernels' own assembly (portable.DECODE_WORD, hopper.CONVERT_WORD); `by way of
+float16` is what there is without the conversion to bfloat16, which ptxas has from CUDA 13.2 on. HOW_IT_WORKS.md sums it
+up.
 """
 
 import argparse
@@ -19,12 +21,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "torch-ext"))
 RESULT = HERE / "results" / "fp4_conversion.json"
 BY_FLOAT16 = "".join(
-    f"cvt.rn.f16x2.e2m1x2 ${i}, b{i}; mov.b32 {{l, u}}, ${i}; cvt.f32.f16 f, l; cvt.f32.f16 g, u; cvt.rn.bf16x2.f32 ${i}, g, f; "
-    f"fma.rn.bf16x2 ${i}, ${i}, s2, nz;"
+    f"cvt.rn.f16x2.e2m1x2 ${i}, b{i}; mov.b32 {{l, u}}, ${i}; cvt.f32.f16 f, l; cvt.f32.f16 g, u; cvt.rn.bf16x2.f32 "
+    f"${i}, g, f; fma.rn.bf16x2 ${i}, ${i}, s2, nz;"
     for i in range(4)
 )
 FLOAT16 = (
-    "{ .reg .b8 b0, b1, b2, b3; .reg .b16 l, u; .reg .f32 f, g; .reg .b32 s2, nz; mov.b32 nz, 0x80008000; mov.b32 s2, {$5, $5}; "
+    "{ .reg .b8 b0, b1, b2, b3; .reg .b16 l, u; .reg .f32 f, g; .reg .b32 s2, nz; mov.b32 nz, 0x80008000; mov.b32 s2, "
+    "{$5, $5}; "
     f"mov.b32 {{b0, b1, b2, b3}}, $4; {BY_FLOAT16} }}"
 )
 MOVE = "mov.b32 $0, $4; mov.b32 $1, $4; mov.b32 $2, $4; mov.b32 $3, $4;"

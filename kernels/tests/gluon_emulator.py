@@ -1,11 +1,13 @@
 """Our Gluon kernels on a CPU, executed from their source: what numbers they compute, and who waits for whom.
 
-A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is drawn by lot. Bulk
-copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows, and so do copies to global memory:
-a stage that is filled or given back too early gives wrong numbers, one that is never given back a deadlock. Shared memory begins as NaN.
-What a launch may only read after `gdc_wait` (x and all scratch memory) is destroyed until the kernel before it "ends".
+A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is
+drawn by lot. Bulk copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows,
+and so do copies to global memory: a stage that is filled or given back too early gives wrong numbers, one that is never
+given back a deadlock. Shared memory begins as NaN. What a launch may only read after `gdc_wait` (x and all scratch
+memory) is destroyed until the kernel before it "ends".
 
-Not emulated: layouts (the compiler refuses wrong ones, test_kernels_sm90.py) and races between the warps of one partition.
+Not emulated: layouts (the compiler refuses wrong ones, test_kernels_sm90.py) and races between the warps of one
+partition.
 """
 
 import ast
@@ -111,8 +113,8 @@ class Tensor:
 
 for _name, _compute in {
     "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift, "rmul": np.multiply, "rand": np.bitwise_and,
-    "rsub": lambda a, b: b - a, "rfloordiv": lambda a, b: b // a, "rmod": lambda a, b: b % a,
+    "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift, "rmul": np.multiply,
+    "rand": np.bitwise_and, "rsub": lambda a, b: b - a, "rfloordiv": lambda a, b: b // a, "rmod": lambda a, b: b % a,
 }.items():  # fmt: skip
     setattr(Tensor, f"__{_name}__", lambda self, other, compute=_compute: self._with(other, compute))
 for _name, _compute in {
@@ -347,7 +349,7 @@ class Machine:
 machine = Machine()
 
 
-# --- the language -----------------------------------------------------------------------------------------------------------------
+# --- the language ---------------------------------------------------------------------------------
 
 
 def constexpr(value):
@@ -393,7 +395,7 @@ def where(condition, a, b):
 
 
 def _neighbours(args: list[np.ndarray], pack: int) -> int:
-    """The axis along which `pack` values are neighbours: their offsets differ by one, or their addresses by four bytes."""
+    """The axis along which `pack` values are neighbours: offsets differ by 1, or addresses by 4 bytes."""
     for a in args:
         for axis in reversed(range(a.ndim)):
             if a.shape[axis] % pack == 0 and a.dtype.kind == "i":

@@ -191,7 +191,9 @@ def test_what_was_timed_holds_for_its_gpu_rows_and_kernels_only(shipped, monkeyp
 
 
 def test_a_variant_has_no_price_beyond_what_it_was_measured_for():
-    """x A^T beside the product is a candidate for many tokens and the widest tiles: where that was never timed, it is not chosen."""
+    """x A^T beside the product is a candidate for many tokens and the widest tiles: where that was never timed, it is
+    not chosen.
+    """
     far = [
         (N, K, M, config)
         for N, K in ((896, 896), (3584, 3584), (37888, 3584))
@@ -212,7 +214,9 @@ def test_a_variant_has_no_price_beyond_what_it_was_measured_for():
 
 
 def test_what_a_product_pays_for():
-    """Tokens that a tile has and the product has not; rounds of tasks, fewer where programs do nothing else; pieces of tiles."""
+    """Tokens that a tile has and the product has not; rounds of tasks, fewer where programs do nothing else; pieces of
+    tiles.
+    """
     wide = {"kernel": "wide", "BM": 192, "P": 2, "S": 3, "X": 5, "tasks": True, "grid": 132}
     paid = cost.terms(wide, 7168, 5120, 352, 132, 96)
     assert paid["units of tokens that are not"] == pytest.approx(56 * 20 * (2 - 352 / 192) / 132)

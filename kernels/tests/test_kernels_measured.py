@@ -1,4 +1,6 @@
-"""What a user measured on his own GPU: measured with a fake clock, kept, read again, refused where it is damaged or somebody else's."""
+"""What a user measured on his own GPU: measured with a fake clock, kept, read again, refused where it is damaged or
+somebody else's.
+"""
 
 import json
 import math
@@ -63,7 +65,7 @@ def keep(*entries) -> None:
     select.forget_measured()
 
 
-# --- the file -------------------------------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 def test_where_the_file_is(monkeypatch, tmp_path):
@@ -118,7 +120,7 @@ def test_processes_that_write_at_once_lose_nothing_and_readers_never_see_half(ca
     assert len(measured.read(measured.path_of(key), key, everything)) == 75
 
 
-# --- selection ------------------------------------------------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", [False, True], ids=["heuristic", "a table"])
@@ -183,7 +185,7 @@ def test_what_will_be_launched_is_compiled_ahead(hopper):
     assert precompile._tokens_of(Weight(N, K, (N,), RANK), 0, False) == precompile.TOKENS
 
 
-# --- refused --------------------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 def _cut(content: bytes) -> bytes:
@@ -255,7 +257,9 @@ def test_a_configuration_that_could_wait_forever_is_refused(hopper, config):
 
 @pytest.mark.parametrize("tokens,BM", [(16, 8), (24, 8), (24, 16), (64, 16)])
 def test_a_configuration_that_would_leave_tokens_out_is_refused(hopper, tokens, BM):
-    """A program of `skinny` computes all tokens of its rows: of 24 it would have computed eight, and left the rest as it was."""
+    """A program of `skinny` computes all tokens of its rows: of 24 it would have computed eight, and left the rest as
+    it was.
+    """
     config = {"kernel": "skinny", "BM": BM, "WK": 4, "WN": 1, "R": 2, "grid": 132}
     assert select.can_run(config, N, K, BM, 132, 227 * 1024)
     assert not select.can_run(config, N, K, tokens, 132, 227 * 1024)
@@ -270,7 +274,7 @@ def test_measurements_of_other_kernels_are_not_used_and_that_is_said(hopper, mon
     assert "other kernels or another Triton" in refused("qerl-trl tune")
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -374,7 +378,9 @@ def test_what_time_leaves_undone_is_told(ada):
 
 
 def test_hoppers_kernels_are_checked_before_they_are_chosen(hopper, clock, emulated, monkeypatch):  # noqa: F811
-    """In the emulator of the Gluon kernels, through launch.py: `times` is the fastest and leaves a shard without its adapter."""
+    """In the emulator of the Gluon kernels, through launch.py: `times` is the fastest and leaves a shard without its
+    adapter.
+    """
     shipped = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 2, "tasks": True}
     fast, faster = shipped | {"grid": 3}, shipped | {"grid": 4}
     clock["price"] = lambda config: 10.0 - config["grid"]
@@ -389,7 +395,7 @@ def test_hoppers_kernels_are_checked_before_they_are_chosen(hopper, clock, emula
     assert "wgmma_kernel" in emulated["launches"]
 
 
-# --- candidates -----------------------------------------------------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------------
 
 CARDS = {
     "H200": ("NVIDIA H200", 132, (9, 0), 227),
@@ -442,7 +448,7 @@ def test_what_is_selected_is_tried_with_x_as_it_is(gpu):
     assert not select.can_run(small, 37888, 3584, 64, 132, 227 * 1024)
 
 
-# --- all of it ------------------------------------------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 
 @interpreted

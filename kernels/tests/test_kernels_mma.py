@@ -1,4 +1,5 @@
-"""The kernel for Ampere, Ada and GeForce Blackwell: what is compiled for them, without a GPU, and what is selected there.
+"""The kernel for Ampere, Ada and GeForce Blackwell: what is compiled for them, without a GPU, and what is selected
+there.
 
 What it computes: test_kernels_emulated.py, and test_kernels_gpu.py on whatever GPU there is.
 """
@@ -6,13 +7,13 @@ What it computes: test_kernels_emulated.py, and test_kernels_gpu.py on whatever 
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
 import test_kernels_sm90 as sm90
 import triton
+from nvfp4_cases import in_a_fresh_process
 
 from qerl_nvfp4 import bounds, cost, ops, select
 
@@ -73,16 +74,13 @@ def test_it_compiles_where_it_is_not_selected(capability):
 
 @pytest.mark.skipif(INSIDE, reason="the outer test")
 def test_in_a_fresh_process():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"QERL_MMA_COMPILE": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-o", "addopts=", "-rA", "-k", "costs or compiles"]
-    command = [sys.executable, "-m", "pytest", __file__, *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    result = in_a_fresh_process(__file__, 900, "--noconftest", "-k", "costs or compiles", QERL_MMA_COMPILE="1")
     print(result.stdout)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert f"{len(bounds.ISSUED) * len(CAPABILITIES) + 2} passed" in result.stdout
 
 
-# --- what is selected -----------------------------------------------------------------------------------------------------------------
+# --- what is selected -----------------------------------------------------------------------------
 
 
 def test_no_bank_of_shared_memory_is_asked_twice():

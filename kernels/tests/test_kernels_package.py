@@ -388,7 +388,9 @@ def test_the_planted_defects_are_those_of_the_page_and_fit_the_sources():
 
 
 def test_the_edges_and_ranks_that_linear_names_are_fused(h200):
-    """Its docstring: edges at multiples of 64, of 128 with `portable`; ranks that are multiples of 8, of 4 up to 16 tokens."""
+    """Its docstring: edges at multiples of 64, of 128 with `portable`; ranks that are multiples of 8, of 4 up to 16
+    tokens.
+    """
     import qerl_nvfp4
     from qerl_nvfp4 import launch
 

@@ -114,7 +114,9 @@ def test_block_scales_of_another_type_are_refused(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_global_scale_of_another_type_is_refused(dtype):
-    """No kernel compiles for it, which was taken for a compiler's fault: from then on none was tried for this GPU, and float32 ran in plain PyTorch too."""
+    """No kernel compiles for it, which was taken for a compiler's fault: from then on none was tried for this GPU, and
+    float32 ran in plain PyTorch too.
+    """
     packed, scale, gs = random_weight(64, 64)
     for call in (
         lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, gs.to(dtype)),
@@ -162,7 +164,7 @@ def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied, monkeyp
 
 @pytest.mark.parametrize("shape", [(1, 64), (3,), (32,), (64, 1), (64, 2), (0,)], ids=str)
 def test_a_global_scale_of_another_shape_is_refused(shape):
-    """(1, N) was read as the first row's for all, and three as those of the first three rows with whatever lies behind."""
+    """(1, N) was read as the first row's for all, three as the first three rows' and what lies behind."""
     packed, scale, gs = random_weight(64, 64)
     weight, wrong = torch.randn(64, 64).bfloat16(), torch.rand(shape) + 1
     calls = [

@@ -1,8 +1,9 @@
-"""Triton's concurrency sanitizer watches our kernels' shared memory: who writes, reads and waits, per partition and barrier, on a real GPU.
+"""Triton's concurrency sanitizer watches our kernels' shared memory: who writes, reads and waits, per partition and
+barrier, on a real GPU.
 
-`TRITON_INSTRUMENTATION_MODE=consan` puts the checks into a kernel when it is compiled, and what it finds is a device-side assertion, after
-which a process cannot use the GPU any more: each case has a process of its own. Copies that are read before they were waited for are planted
-first: a sanitizer that does not see them would show nothing.
+`TRITON_INSTRUMENTATION_MODE=consan` puts the checks into a kernel when it is compiled, and what it finds is a
+device-side assertion, after which a process cannot use the GPU any more: each case has a process of its own. Copies
+that are read before they were waited for are planted first: a sanitizer that does not see them would show nothing.
 
 `skinny` is not here: it has no shared memory of its own, and the sanitizer puts not one check into it.
 `wgmma` and `wide` become 11 MB of PTX each under it, minutes of ptxas, and are only run with QERL_EXHAUSTIVE=1.
@@ -10,11 +11,11 @@ first: a sanitizer that does not see them would show nothing.
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from nvfp4_cases import in_a_fresh_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
 CASE = os.environ.get("QERL_SANITIZED_CASE", "")
@@ -100,25 +101,8 @@ def test_inside():
 
 
 def run(case: str, seconds: int, cache: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {
-        "QERL_SANITIZED_CASE": case,
-        "TRITON_INSTRUMENTATION_MODE": "consan",
-        "TRITON_CACHE_DIR": str(cache),
-        "CUDA_LAUNCH_BLOCKING": "1",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        f"{__file__}::test_inside",
-    ]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
+    variables = {"TRITON_INSTRUMENTATION_MODE": "consan", "TRITON_CACHE_DIR": str(cache), "CUDA_LAUNCH_BLOCKING": "1"}
+    return in_a_fresh_process(f"{__file__}::test_inside", seconds, "-s", QERL_SANITIZED_CASE=case, **variables)
 
 
 @pytest.mark.skipif(bool(CASE), reason="the outer test")
