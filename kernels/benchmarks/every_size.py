@@ -1,22 +1,22 @@
 """A decoder layer's four matrices at every number of tokens of a draining batch, and the time of every candidate.
 
     python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...]
-    python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --near 1.25 --layer-sizes 512
+    python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --layer-sizes 512
     python kernels/benchmarks/every_size.py --out layers.json --layers-only          # only part 3, by what ships
     python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   # layers of several such runs
 
 1. Every variant of the kernels is compiled and checked on a small product, in processes with a time limit; one that
    fails, hangs or is wrong is named and left out.
-2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates; with `--near` those predicted to take at most so
-   many times the least), the selected kernel and cuBLAS bf16 are timed in turns, with an adapter of rank 32, over
-   rotating copies of the weights. fit.py makes the cost model of these rows.
+2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates), the selected kernel and cuBLAS bf16 are timed
+   in turns, with an adapter of rank 32, over rotating copies of the weights. fit.py makes the cost model of these rows.
 3. For each model and every multiple of 8 tokens a decoder layer without its attention runs in one CUDA graph over
    rotating layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by
-   cuBLAS bf16 without one. `glue_us` is the same without products. `ratio` compares whole layers, `products` without glue.
+   cuBLAS bf16 without one. `glue_us` is the same without products. `ratio` compares whole layers, `products` without
+   glue.
 
-`cost_model` is the digest of configs/cost_model.json; measurements of `qerl-trl tune` are not read. With `--layers-only` a
-shipped variant that fails ends the run. A product whose check failed has no time, and every part stops in time for the
-next. `--dry-run` runs on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices.
+`cost_model` is the digest of configs/cost_model.json; measurements of `qerl-trl tune` are not read. With
+`--layers-only` a shipped variant that fails ends the run. A product whose check failed has no time, and every part
+stops in time for the next. `--dry-run` runs on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices.
 """
 
 import argparse
@@ -136,42 +136,8 @@ def runs(config: dict, good: set[str]) -> bool:
 # --- 2: candidates --------------------------------------------------------------------------------
 
 
-def guessed_us(config: dict, N: int, K: int, M: int, rows: int) -> float:
-    """Price of a variant that was not timed, by the factors of the kernel's tile nearest in size."""
-    place = N, K, M, multiprocessors(), rows
-    size, found = config["BM"] * config["P"], []
-    for name, own in cost.factors().items():
-        kernel, *fields = name.split()
-        of = {key: int(value) for key, value in (field.split("=") for field in fields)}
-        if kernel == config["kernel"] and of.get("permute", 0) == config.get("permute", 0):
-            ratio = size / (of["BM"] * of["P"])
-            guess = {
-                term: factor * (ratio if term == "units" else 1) for term, factor in own.items() if term != cost.TOKENS
-            }
-            found.append((abs(math.log(ratio)), of["tasks"] != config.get("tasks"), name, guess))
-    return cost.predicted_us(config, *place, {cost.variant(config, M): min(found)[-1]}) if found else math.inf
-
-
-def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float) -> list[dict]:
-    """Those predicted to take at most `near` times the least; those that were not timed by a guess, and beside the
-    least of the guesses, so that no guess keeps out what has a price.
-    """
-    if math.isinf(near):
-        return configs
-    found: dict[bool, list[tuple[float, dict]]] = {True: [], False: []}
-    for config in configs:
-        us = cost.predicted_us(config, N, K, M, multiprocessors(), rows)
-        priced = math.isfinite(us) or config["kernel"] not in COMPILED
-        found[priced].append((us if priced else guessed_us(config, N, K, M, rows), config))
-    least = {priced: min((us for us, _ in those), default=math.inf) for priced, those in found.items()}
-    least[False] = max((us for us in least.values() if math.isfinite(us)), default=math.inf)
-    return [c for priced, those in found.items() for us, c in those if us <= near * least[priced] and math.isfinite(us)]
-
-
-def matrix_rows(
-    matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float, near: float = math.inf
-) -> list[dict]:
-    """For every size: microseconds of each candidate that is right and `hopeful`, and of cuBLAS bf16."""
+def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
+    """For every size: microseconds of each candidate that is right, and of cuBLAS bf16."""
     rows, (N, K) = [], (matrix.N, matrix.K)
     device = matrix.gs.device
     dense = [
@@ -184,8 +150,7 @@ def matrix_rows(
             print(f"# time is up before {name} M={M}", flush=True)
             break
         now = shipped(N, K, M, lora_rows)
-        offered = hopeful(cost.candidates(N, K, M, multiprocessors()), N, K, M, lora_rows, near)
-        tries = [now, *(c for c in offered if runs(c, good))]
+        tries = [now, *(c for c in cost.candidates(N, K, M, multiprocessors()) if runs(c, good))]
         if M <= 128 and K % 256:
             tries.append(select.portable_heuristic(N, K, M, multiprocessors(), True))
         tries = list({json.dumps(c, sort_keys=True): c for c in tries}.values())
@@ -352,9 +317,6 @@ def main() -> None:
     parser.add_argument("--join", nargs="+", type=Path, help="files of runs with --layers-only, the latest last")
     parser.add_argument("--models", default="7B,1.5B,32B,0.5B,Llama-3-8B")
     parser.add_argument("--sizes", default="", help="numbers of tokens at which all candidates are timed")
-    parser.add_argument(
-        "--near", type=float, default=math.inf, help="times the least predicted, up to which candidates are timed"
-    )
     parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument(
@@ -410,12 +372,7 @@ def main() -> None:
         write(args.out, result)
 
     matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
-    all_tries = [
-        c
-        for m, _, N, K in matrices
-        for M in sizes
-        for c in hopeful(cost.candidates(N, K, M, sms), N, K, M, rows_of(m, N, K), args.near)
-    ]
+    all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms)]
     all_tries += [shipped(N, K, M, rows_of(m, N, K)) for m, _, N, K in matrices for M in (*sizes, *layer_sizes)]
     print("#", qerl_nvfp4.describe(), flush=True)
     good, result["variants_left_out"] = usable_variants(all_tries, args.probe_seconds)
@@ -431,7 +388,7 @@ def main() -> None:
             print(f"# time is up before {model}.{name}")
             break
         matrix = tune.Matrix(N, K, tune.layer_splits(model).get((N, K)), l2, RANK, device)
-        result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until, args.near)
+        result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until)
         save()
         del matrix
         if on_gpu:

@@ -223,7 +223,7 @@ def test_a_kernel_that_does_not_compile_is_replaced():
 
 @pytest.mark.parametrize("dtype,limit", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("rank", [0, 16], ids=["base", "adapter"])
-@pytest.mark.parametrize("M", [1, 5, 16, 17, 64, 100, 128, 256, 300, 1000])
+@pytest.mark.parametrize("M", [1, 16, 17, 64, 128, 300, 1000])
 @pytest.mark.parametrize("N,K", [(3584, 3584), (1000, 1040), (1024, 18944)])
 def test_linear_picks_something_right(M, N, K, rank, dtype, limit):
     packed, scale, gs = random_weight(N, K, seed(), "cuda")
