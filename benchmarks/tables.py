@@ -20,6 +20,7 @@ import kernel_tables  # noqa: E402
 import learning  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
+import real_models  # noqa: E402
 import speed_tables  # noqa: E402
 from speed_tables import measured_by, table  # noqa: E402
 from tests.faults import catalog, timed  # noqa: E402
@@ -183,6 +184,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": speed_tables.plan,
     "rollout": speed_tables.rollout,
     "separation": probe_separation.markdown,
+    "real_models": real_models.markdown,
     "small_examples": small_examples,
     "speed": speed_tables.speed,
     "start": speed_tables.start,

@@ -55,7 +55,7 @@ from .spec import active_adapter, rollout_layers
 logger = logging.getLogger(__name__)
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
-CLEAN, CHANGED = 4.0, 3.5
+CLEAN, CHANGED = 3.0, 3.5
 #: effect over rounding: below the first nothing can be told, at the second no more is asked for
 CONTRAST, ENOUGH = 10.0, 25.0
 #: nats of effect beyond which a pretrained model is no longer itself
@@ -63,7 +63,7 @@ CHAOTIC = 3.0
 #: nats that are never called a disagreement: small means scatter, and logits are themselves rounded
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 #: by how much the probe adapter moves each layer's output, relative to its size
-FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4)
+FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 #: standard deviations of the noise that is tried on the norms
 SIGMAS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
@@ -344,16 +344,13 @@ def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) 
 
 
 def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:
-    """Log a result; warn where it is undecided or a fault."""
+    """Log a result; a fault is a warning, or an error where `mode` is "refuse"."""
     logger.info("%s: %s", name, result)
-    if result.undecided:
-        text = f"{name}: {result}. Training starts unchecked; rollout_probe='off' skips this."
-    elif result.fault is None:
+    if result.fault is None:
         return
-    else:
-        text = f"{name}: vLLM and the trainer disagree, {result.fault}. {remedy}."
-        if mode == "refuse":
-            raise RolloutError(f"{text} rollout_probe='warn' trains anyway.")
+    text = f"{name}: vLLM and the trainer disagree, {result.fault}. {remedy}."
+    if mode == "refuse":
+        raise RolloutError(f"{text} rollout_probe='warn' trains anyway.")
     logger.warning("%s", text)
 
 
@@ -426,16 +423,21 @@ _CHUNK = 2**26
 
 
 class _Cast(TorchFunctionMode):
-    """Inside, the operands of products and norms and what embeddings give are cast."""
+    """Inside, the operands of products and norms and what embeddings give are cast, and autocast is off: Accelerate puts a model that
+    is being trained under it."""
 
     OPERANDS = (F.linear, F.conv1d, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, torch.matmul)
 
-    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor], device: str):
         super().__init__()
+        self.device = device
         self.cast = lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch.autocast(self.device, enabled=False):
+            return self.computed(function, args, kwargs or {})
+
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function is F.embedding:
             return self.cast(function(*args, **kwargs))
         if function in self.OPERANDS:
@@ -458,8 +460,9 @@ def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output:
 def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, the model computes as honestly as outside, and rounds elsewhere: in float32 where it computes in 16 bits; under autocast where
     only the engine does; with TF32's operands where neither does."""
+    device = next(model.parameters()).device.type
     if (own := compute_dtype(model)) == torch.float32 and dtype != own:
-        with torch.autocast(next(model.parameters()).device.type, dtype):
+        with torch.autocast(device, dtype):
             yield
         return
 
@@ -469,7 +472,10 @@ def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)] if own != torch.float32 else []
     handles = [layer.register_forward_hook(_float32_product) for layer in packed]
     try:
-        with torch.compiler.set_stance("force_eager"), _Cast(tf32 if own == torch.float32 else torch.Tensor.float):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            _Cast(tf32 if own == torch.float32 else torch.Tensor.float, device),
+        ):
             yield
     finally:
         for handle in handles:
