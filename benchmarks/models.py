@@ -1,9 +1,5 @@
 """Random models in real shapes, on disk and in memory. Nothing is downloaded.
 
-    python benchmarks/models.py 7b FOLDER             # bf16, as a user's base that is quantized while it loads
-    python benchmarks/models.py 32b FOLDER --packed   # NVFP4 in compressed-tensors' layout
-    python benchmarks/models.py gemma3-12b FOLDER     # the model of the recipe of that name, tower included
-
 Shapes by size are Qwen2.5's; those by a recipe's name are in tests/shapes.py (`tiny-gemma3-12b`: small enough for a
 CPU). A folder has the tokenizer and chat template of the embedded example, and a generation_config.json in which one
 token id in `STOP_EVERY` ends a completion, so that random weights stop after that many tokens on average.
@@ -12,7 +8,6 @@ token id in `STOP_EVERY` ends a completion, so that random weights stop after th
 adds a LoRA adapter; `folder(size)` is what stock vLLM loads with random bf16 weights.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -318,14 +313,3 @@ def seconds(function, device: str = "cuda") -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*SHAPES, *RECIPES])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-    size = write_checkpoint(options.shape, options.folder, options.device, options.packed)
-    print(f"{options.folder}: {size / 1e9:.1f} GB")

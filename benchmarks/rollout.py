@@ -4,10 +4,9 @@
     python benchmarks/rollout.py --out FILE ours:32b:8,32,64 stock-merged:32b:8,32,64
 
 A case (`NAME:SIZE` or `NAME:SIZE:BATCHES`) is a process; cases run one after the other, each alone on the GPU. A batch
-that does not fit, or comes after `SECONDS` of measuring, is left out, with the reason in the result. `ours` also times
-syncs of adapter and noise. Cases of other runs stay in FILE: `runs` has command, commit, device and versions of each
-run, a case names its run, and ratios are only between cases of one run. results/rollout_h200.json is the committed
-file.
+that does not fit, or comes after `SECONDS` of measuring, is left out, with the reason in the result. Cases of other
+runs stay in FILE: `runs` has command, commit, device and versions of each run, a case names its run, and ratios are
+only between cases of one run. results/rollout_h200.json is the committed file.
 
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
     stock-lora    stock vLLM, bf16, rank-32 adapter in vLLM's LoRA slots
@@ -168,18 +167,21 @@ def write_lora(size: str) -> str:
 
 
 def build(case: Case, step_tokens: int) -> tuple[Any, Any, Any]:
-    """(llm, LoRA request or None, our generation or None)."""
+    """(llm, LoRA request or None, our trainer or None, which the engine shares its weights with)."""
     settings = engine_settings(case.size, case.batches, step_tokens)
     if case.name.startswith("ours"):
         cpu = DEVICE == "cpu"
         arguments = {
-            "output_dir": tempfile.mkdtemp(), "use_vllm": True, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
-            "max_completion_length": NEW, "vllm_max_model_length": 2048, "report_to": "none", "aqn_num_stages": 2,
+            "output_dir": tempfile.mkdtemp(), "use_vllm": True, "vllm_mode": "colocate", "use_cpu": cpu,
+            "bf16": not cpu, "max_completion_length": NEW, "vllm_max_model_length": 2048, "report_to": "none",
+            "aqn_num_stages": 2,
             "vllm_gpu_memory_utilization": settings.pop("gpu_memory_utilization"),
             "vllm_engine_kwargs": settings | {"max_num_seqs": max(case.batches)},
         }  # fmt: skip
         trainer = trainer_of(case.size, arguments, prompts(PROMPT), DEVICE)
-        return trainer.vllm_generation.llm, None, trainer.vllm_generation
+        randomize(trainer.model)
+        trainer.vllm_generation.sync_weights()
+        return trainer.vllm_generation.llm, None, trainer
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
@@ -209,29 +211,6 @@ def rollout(llm, request, vocabulary: int, batch: int, new_tokens: int, seed: in
     return seconds(lambda: llm.generate(inputs, parameters, use_tqdm=False, lora_request=request), DEVICE)
 
 
-def time_syncs(generation: Any, count: int = 10) -> dict[str, list[float]]:
-    """Wall milliseconds of syncs with fresh values: adapter, a new draw for every noisy norm, both."""
-    from qerl_trl.noise.hooks import NoiseDraw
-
-    times: dict[str, list[float]] = {"adapter": [], "norms_new_draw": [], "both": []}
-
-    def new_draw(step: int, sigma: float = 1e-2) -> None:
-        generation.trainer.aqn.draw = NoiseDraw(sigma, 0, step, 0)
-        generation.sync_noise()
-
-    def both(step: int) -> None:
-        generation.sync_weights()
-        new_draw(step)
-
-    for step in range(count):
-        randomize(generation.model)
-        times["adapter"].append(seconds(generation.sync_weights, DEVICE))
-        times["norms_new_draw"].append(seconds(lambda step=step: new_draw(1000 + step), DEVICE))
-        times["both"].append(seconds(lambda step=step: both(step), DEVICE))
-    new_draw(0, 0.0)
-    return {name: [round(1e3 * t, 2) for t in values] for name, values in times.items()}
-
-
 def run_case(case: Case, repeats: int, step_tokens: int) -> dict[str, Any]:
     """Build the engine and time its batches, the smallest first."""
     vocabulary = model_config(case.size)["vocab_size"]
@@ -242,10 +221,8 @@ def run_case(case: Case, repeats: int, step_tokens: int) -> dict[str, Any]:
         "left_out": {},
     }
     started = time.time()
-    llm, request, engine = build(case, result["step_tokens"])
+    llm, request, _trainer = build(case, result["step_tokens"])
     result["load_s"] = round(time.time() - started, 1)
-    if ours:
-        result["sync_ms"] = time_syncs(engine)
     rollout(llm, request, vocabulary, 16, 8)  # a prefill step of full size
     started = time.time()
     for batch in case.batches:

@@ -166,18 +166,7 @@ def work(name: str, model: str, folder: Path, shape: str, device: str, steps: in
     row = step.measure(case, device, partial(build, mode, model, folder))
     if mode.options.get("vllm_mode") == "server":
         row["server_ready"] = SERVER_READY[0]
-        if device == "cuda":
-            row["server_gib"] = round(in_use(os.environ["QERL_SERVER_GPU"]) / step.GIB, 2)
     common.save(row, folder / f"{rank}.json")
-
-
-def in_use(gpu: str) -> int:
-    """Bytes of a GPU that somebody uses, by its index or UUID."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    named = pynvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-    return int(pynvml.nvmlDeviceGetMemoryInfo(named(int(gpu) if gpu.isdigit() else gpu)).used)
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -265,12 +254,10 @@ def run_mode(name: str, told: dict[str, Any], limit: float, cold: bool = False) 
             common.end(int((folder / SERVER_PID).read_text()))
     took = {"name": name, "seconds_in_all": round(time.monotonic() - started, 1)}
     if not all(path.exists() for path in files):
-        lines = {path.name: common.said_in(path) for path in (log, folder / SERVER_LOG) if path.exists()}
-        errors = [line[:600] for those in lines.values() for line in common.errors_of(those)]
+        lines = [line for path in (log, folder / SERVER_LOG) if path.exists() for line in common.said_in(path)]
         why = f"not done in {limit:.0f} s" if ended is None else f"ended with code {ended}"
-        last = {which: [line[:300] for line in those[-40:]] for which, those in lines.items()}
-        failed = [why, *dict.fromkeys(errors)][:6]
-        return took | {"failed": failed, "last_lines": last, "steps": common.steps_of(log)}
+        failed = [why, *dict.fromkeys(line[:600] for line in common.errors_of(lines))][:6]
+        return took | {"failed": failed, "last_lines": lines[-40:], "steps": common.steps_of(log)}
     rows = [json.loads(path.read_text()) for path in files]
     shutil.rmtree(folder, ignore_errors=True)
     first = rows[0]

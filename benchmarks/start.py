@@ -6,9 +6,8 @@
 Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise) and `vllm` (bf16, the engine alone), both
 with CUDA graphs. Each runs in two processes: `cold` with empty caches of Triton, torch.compile and vLLM, then `warm`
 with those of the cold run. An unmeasured import comes first, so that Python's files are in the page cache. `imports`
-are the import statements of a user's script; `collector_s` the share of Python's garbage collector. Then one rollout's
-sequences, of 100 random tokens each, run to the first token and for 32 tokens, each twice; the difference was
-compilation.
+are the import statements of a user's script. Then one rollout's sequences, of 100 random tokens each, run to the first
+token and for 32 tokens, each twice; the difference was compilation.
 """
 
 import argparse
@@ -141,9 +140,8 @@ def imports(case: str) -> None:
 
 
 def run_case(case: str, work: Path, device: str, started: float) -> dict[str, Any]:
-    clock, collector = Clock(started), common.Garbage()
+    clock = Clock(started)
     clock.part("imports", lambda: imports(case))
-    collected = {"imports": round(collector.seconds, 2)}
     start = start_ours if case == "ours" else start_vllm
     rollout = start(clock, work / "checkpoint", device)
     found: dict[str, Any] = {"ready_s": clock.now(), "first_token_s": 0.0, "rollouts": []}
@@ -157,10 +155,9 @@ def run_case(case: str, work: Path, device: str, started: float) -> dict[str, An
         for tokens in (1, NEW):
             first = seconds(sequences, tokens)
             found["first_token_s"] = found["first_token_s"] or clock.now()
-            collected.setdefault("first token", round(collector.seconds, 2))
             row = {"sequences": sequences, "tokens": tokens, "first_s": first, "again_s": seconds(sequences, tokens)}
             found["rollouts"].append(row)
-    return found | {"total_s": clock.now(), "parts": clock.parts, "collector_s": collected}
+    return found | {"total_s": clock.now(), "parts": clock.parts}
 
 
 def environment(caches: Path, device: str) -> dict[str, str]:

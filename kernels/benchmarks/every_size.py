@@ -403,16 +403,6 @@ def main() -> None:
         save()
         if on_gpu:
             torch.cuda.empty_cache()
-    for name, rows in itertools.groupby(result["layers"], key=lambda row: row["model"]):
-        found = list(rows)
-        for low, high in ((8, 16), (24, 128), (136, 512), (513, 4096)):
-            some = [r for r in found if low <= r["M"] <= high]
-            if some:
-                worst = min(some, key=lambda r: r["ratio"])
-                print(
-                    f"{name} {low} to {high} tokens: worst {worst['ratio']} at {worst['M']}, products "
-                    f"{worst['products']}"
-                )
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 
 
