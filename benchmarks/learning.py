@@ -54,7 +54,7 @@ ARM_CURVES = {
 
 
 def kept(arm: str, folder: Path) -> dict[str, Any]:
-    """What the example wrote, with the log reduced to a few curves."""
+    """results.json of a run, with the log reduced to a few curves."""
     result = of_run(folder)
     history = [entry for entry in result.pop("log_history") if "entropy" in entry]
     result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in ARM_CURVES.items()}
@@ -112,7 +112,7 @@ LAUNCH = (
 
 
 def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    """Of what a step logs."""
+    """Entries of a log, with only these names."""
     kept = ("step", "reward", "entropy", "aqn/", *names)
     return [{name: value for name, value in entry.items() if name.startswith(kept)} for entry in history]
 
@@ -128,7 +128,7 @@ def demo(args: argparse.Namespace) -> None:
 
 
 def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
-    """What is committed of finished runs.
+    """The committed record of finished runs.
 
     Raises:
         ValueError: two runs have one seed.
@@ -168,7 +168,7 @@ def examples(args: argparse.Namespace) -> None:
 
 
 def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
-    """Of a run's results.json, with the mean reward of its first and last five steps."""
+    """Record of a run, with the mean reward of its first and last five steps."""
     rewards = [entry["reward"] for entry in results["log_history"] if "reward" in entry]
     ends = {"first": rewards[:5], "last": rewards[-5:]}
     options = results["command"].split()[2:]  # without the paths of this machine
@@ -184,7 +184,7 @@ def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
 
 
 def examples_table(content: dict[str, Any]) -> str:
-    """What the documentation shows of it."""
+    """Markdown: one row per example."""
     rows = [
         "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | "
         "commit |",
@@ -208,7 +208,7 @@ RUN = ROOT / "runs" / "products"  # output_dir of examples/configs/smollm2.yaml
 
 
 def real_table(record: dict[str, Any]) -> str:
-    """Untrained in bf16 and in NVFP4, and trained; what of the gain is repair."""
+    """Accuracy untrained (bf16, NVFP4) and trained, and the part of the gain that repairs rounding."""
     bf16, before, after = (record[name]["accuracy"] for name in ("untrained_bf16", "untrained_nvfp4", "trained_nvfp4"))
     repair = max(min(after, bf16) - before, 0)
     shown = {"bf16, untrained": bf16, "NVFP4, untrained": before, f"NVFP4, after {record['run']['steps']} steps": after}

@@ -103,7 +103,7 @@ ALL = CASES | {"tiny": Case("dry", 2, 16, 24), "tiny-engine": Case("dry", 2, 16,
 
 
 def planned(case: Case) -> MemoryPlan:
-    """Of a case, for a card of its size."""
+    """Memory plan of a case, for a card of its size."""
     return plan_of_shape(case.size, case.work, None if case.card is None else Gpu.of_gib(case.card))
 
 

@@ -212,7 +212,7 @@ def model_config(size: str) -> dict[str, Any]:
 
 
 def head_dim(config: dict[str, Any]) -> int:
-    """Of a config.json: queries and keys of a head, which need not add up to the hidden width."""
+    """Width of a head; heads need not add up to the hidden width."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -229,7 +229,7 @@ def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
 
 
 def kv_bytes(size: str) -> int:
-    """Of keys and values of one token in bf16."""
+    """Bytes of keys and values of one token in bf16."""
     c = model_config(size)
     return 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim(c) * 2
 

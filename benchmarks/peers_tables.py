@@ -86,7 +86,7 @@ def notebooks() -> str:
 
 
 def _diff(pairs: list[tuple[str, str]]) -> str:
-    """As a diff, whatever does not change at the start or end of a pair left out."""
+    """Markdown diff of the changed lines."""
     lines: list[str] = []
     for old, new in pairs:
         before, after = old.strip("\n").splitlines(), new.strip("\n").splitlines()
@@ -96,7 +96,7 @@ def _diff(pairs: list[tuple[str, str]]) -> str:
 
 
 def window() -> str:
-    """Versions of others' packages beside those of the lock, and what came of the tests."""
+    """Results of the tests on other package versions than the lock's."""
     record = json.loads(WINDOW.read_text())
     optional = [p for p in window_of_versions.OPTIONAL if any(p in row["versions"] for row in record.values())]
     packages = [*window_of_versions.PACKAGES, *optional]

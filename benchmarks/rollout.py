@@ -51,7 +51,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Case(NamedTuple):
-    """An engine and a model, `NAME:SIZE`, with the numbers of sequences that it rolls out."""
+    """An engine and a model, `NAME:SIZE`, and its numbers of sequences."""
 
     name: str
     batches: tuple[int, ...]
@@ -88,11 +88,11 @@ def cases_of(words: list[str], batches: str = "8,32,64,128,256,512") -> list[Cas
 def added(
     record: dict[str, Any] | None, name: str, run: dict[str, Any], cases: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """`record`, a file's content or None, with what the run `name` measured. A run of which no case is left goes.
+    """Add the cases of the run `name` to a record (None: a new one); runs without a case are dropped.
 
     Args:
-        run: what the run says of itself: `command`, `commit`, `device`, `versions` and more.
-        cases: by their names; `tokens_per_s` of each holds values by the number of sequences, which is text.
+        run: `command`, `commit`, `device`, `versions` and more.
+        cases: by name; `tokens_per_s` of each is a list per number of sequences.
     """
     before: dict[str, Any] = record or {"runs": {}, "cases": {}}
     merged = before["cases"] | {case: {**found, "run": name} for case, found in cases.items()}
@@ -119,7 +119,7 @@ def ratios(cases: dict[str, dict[str, Any]], speed: dict[str, dict[str, float]])
 
 
 def label(size: str) -> str:
-    """A model as its publisher writes it; a bare size is Qwen2.5's."""
+    """Name of a model; a bare size is Qwen2.5's."""
     return (f"Qwen2.5-{size}" if size[0].isdigit() else size).title()
 
 

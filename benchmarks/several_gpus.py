@@ -173,7 +173,7 @@ def work(name: str, model: str, folder: Path, shape: str, device: str, steps: in
 
 
 def why_not(name: str, device: str, gpus: int) -> str | None:
-    """Why this machine cannot run a mode."""
+    """Reason why this machine cannot run a mode, or None."""
     mode = MODES[name]
     if mode.config is not None and mode.config.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed"
@@ -197,7 +197,7 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
 
 
 def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
-    """The base, written at the first call."""
+    """Folder of the base, written at the first call."""
     folder = models / f"{shape}-{who}"
     if not folder.exists():
         begun = folder.with_name(f"{folder.name}.{os.getpid()}")

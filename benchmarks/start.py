@@ -132,7 +132,7 @@ def start_vllm(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
 
 
 def imports(case: str) -> None:
-    """Those of a user's script."""
+    """Import statements of a user's script."""
     if case == "ours":
         from qerl_trl import QeRLConfig, QeRLGRPOTrainer  # noqa: F401
     else:

@@ -150,7 +150,7 @@ def show_a_card_of(size: int, peak: Peak) -> None:
 
 
 def tokenizer() -> Any:
-    """One token per word."""
+    """A tokenizer with one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -163,7 +163,7 @@ def tokenizer() -> Any:
 
 
 def prompts(longest: int, count: int = 64) -> Any:
-    """Of `longest` tokens each."""
+    """Prompts of `longest` tokens each."""
     from datasets import Dataset
 
     draw = random.Random(0)
@@ -172,7 +172,7 @@ def prompts(longest: int, count: int = 64) -> Any:
 
 
 def plan_of_shape(size: str, work: Workload, gpu: Gpu | None) -> MemoryPlan:
-    """From the shape alone, as `qerl-trl plan` does it; `size` of `models.CONFIGS`."""
+    """Memory plan from the shape alone, as `qerl-trl plan` makes it."""
     from models import folder
 
     from qerl_trl.memory.formulas import shape_of

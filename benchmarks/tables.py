@@ -35,7 +35,7 @@ ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
 def architectures() -> str:
-    """What works for which model, and the errors of what is refused; a refusal holds for the cells after it."""
+    """Support per model, and the errors of refusals; a refusal holds for the cells after it."""
     record = json.loads(ARCHITECTURES.read_text())
     cells = list(dict.fromkeys(cell for found in record["architectures"].values() for cell in found))
     rows: list[list[str]] = []
@@ -154,7 +154,7 @@ def demo() -> str:
 
 
 def real_model() -> str:
-    """What the documentation shows of `make demo-real`."""
+    """The result of `make demo-real`."""
     if not learning.REAL_RESULT.is_file():
         return "No whole run is recorded yet."
     record, source = json.loads(learning.REAL_RESULT.read_text()), learning.REAL_RESULT.relative_to(ROOT)

@@ -88,7 +88,7 @@ class Case:
         self.logps()
 
     def call(self, mode: str) -> Callable[[], None]:
-        """What is timed, with the model set for it."""
+        """The call of a mode, with the model prepared for it."""
         inside = self.compiled and mode == "checkpointed"
         if self.compiled:
             self.layers.recompute(self.layers.layers if inside else ())

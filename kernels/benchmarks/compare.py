@@ -139,7 +139,7 @@ def floor_us(N: int, K: int, M: int) -> float:
 
 
 class Matrix(tune.Matrix):
-    """And what to compare with: bf16 copies, and Marlin's of the same weights."""
+    """A matrix with its bf16 and Marlin copies."""
 
     def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
         super().__init__(N, K, tune.layer_splits(name.split(".")[0]).get((N, K)), l2, rank)

@@ -37,7 +37,7 @@ CARDS = {
 
 
 class Driver:
-    """What compilation asks of Triton's driver."""
+    """Stand-in for Triton's driver during compilation."""
 
     def __init__(self, sm: int):
         self.sm = sm
@@ -72,7 +72,7 @@ def pretend(sm: int) -> None:
 
 
 def recorded(call) -> list:
-    """[(kernel, compiled)] of what `call` would launch."""
+    """[(kernel, compiled)] of the launches of `call`."""
     from triton.runtime.jit import JITFunction
 
     from qerl_nvfp4.launch import only_compile
@@ -231,7 +231,7 @@ def compile_all(architectures: list[int], quick: bool) -> list[dict]:
 
 
 def stacks(result: dict) -> str:
-    """Whatever uses stack, as a table; only the rows that say something."""
+    """Markdown: the kernels that use stack."""
     versions = sorted(result["tritons"])
     found: dict[tuple, dict[str, int]] = collections.defaultdict(dict)
     for version in versions:

@@ -76,7 +76,7 @@ def multiprocessors() -> int:
 
 
 def shipped(N: int, K: int, M: int, rows: int) -> dict:
-    """What ships, with an adapter of as many rows of A; not what this user measured."""
+    """The shipped configuration with an adapter of so many rows of A; tuning by the user is ignored."""
     if not torch.cuda.is_available():
         return {"kernel": "dense", "pieces": 1}
     return with_adapter(select.shipped(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK)[0])

@@ -53,7 +53,7 @@ AT_LEAST = 4  # samples of a variant, and of its largest numbers of tokens
 
 
 class Sample(NamedTuple):
-    """A candidate that was timed: what it pays for, microseconds, tokens, how much it counts."""
+    """A timed candidate: its cost terms, microseconds, tokens, weight."""
 
     values: dict[str, float]
     us: float
@@ -112,7 +112,7 @@ def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[
     kept = set().union(*timed)
 
     def loss(names: set[str]) -> float:
-        """In shares of what is allowed; above 1 it is too much."""
+        """Loss as a share of the allowed one."""
         by_size: dict[int, list[float]] = {}
         for row, t in zip(rows, timed, strict=True):
             lost = min((us for n, us in t.items() if n in names), default=1e9) / min(t.values()) - 1 if t else 0.0
@@ -145,7 +145,7 @@ def samples_of(rows: list[dict], sms: int) -> tuple[dict[str, list[Sample]], dic
 
 
 def family(config: dict) -> tuple:
-    """Variants that differ in nothing but their tiles."""
+    """Key of variants that differ only in their tiles."""
     return config["kernel"], config.get("permute"), config.get("natural", False), config.get("tasks")
 
 
@@ -271,7 +271,7 @@ def quality(found: list) -> dict:
 
 
 def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
-    """The factors, and how good they are."""
+    """The factors and their quality."""
     if any("best_us" not in row for row in rows):
         names = fewest(rows, TOLERANCE, AT_ANY_SIZE)
         rows = [row | {"best_us": fastest_us(row), "candidates": kept(row, names)} for row in rows]

@@ -129,7 +129,7 @@ def test_what_was_measured_wins_for_its_tokens_and_ranks_only(hopper, monkeypatc
         known = {(N, K, 64): {"kernel": "dense", "pieces": 1, "lora": {}}}
         monkeypatch.setattr(select, "table_for", lambda *_: ("an H200", known))
     before, why = select.explain(N, K, 64, 0, True, RANK)
-    assert before != CONFIG and why == ("table of an H200" if table else "heuristic")
+    assert before != CONFIG and why == ("table of an H200" if table else "cost model")
     keep(entry())
     for M in (57, 64):
         assert select.explain(N, K, M, 0, True, RANK) == (CONFIG, select.MEASURED)
