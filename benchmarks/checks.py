@@ -55,7 +55,7 @@ def commands(model: str, folder: Path) -> dict[str, list[str]]:
         *options,
     ]
     return {
-        "plan": [*tool, "plan", "--config", "smollm2", "--model_name_or_path", model],
+        "plan": [*tool, "plan", model, "--card", "cpu", "--prompt-length", "64", "--completion-length", "16"],
         "quantize": [*tool, "quantize", model, str(folder / "nvfp4")],
         "train": train,
         "resume": [*train, "--resume_from_checkpoint", f"{run}/checkpoint-1"],
