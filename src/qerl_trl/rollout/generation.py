@@ -73,8 +73,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
 
-    # ------------------------------------------------------------------ start
-
     def _init_vllm(self) -> None:
         check_vocabulary(self.model)
         self.trained = trained_part(self.model)
@@ -229,8 +227,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         arguments = placement | agreed(memory_arguments(self), self.tp_group) | (args.vllm_engine_kwargs or {})
         return InProcessEngine(self.model, self.spec, self.shared, sleeps, self.tp_group, arguments)
 
-    # ------------------------------------------------------------------ sync
-
     def sync_weights(self, draw: NoiseDraw | None = None) -> None:
         """Sync the trained weights, and the noise of `draw` if given. Collective for sharded parameters."""
         self._check_started()
@@ -273,8 +269,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
             if draw.sigma > 0:
                 self.trainer.aqn.sigma_effective = effective
         self._draw = draw
-
-    # ------------------------------------------------------------------ generate
 
     def rollout(self) -> contextlib.AbstractContextManager[None]:
         """Block around a whole rollout of the trainer (its `_generate`): rollout functions, tools, environments and

@@ -245,9 +245,9 @@ def sampler(args: Any) -> Sampler:
 def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
     """Bounds of the gap for right log-probabilities.
 
-    With K the allowed tokens and vLLM's q, zero outside of K and renormalised inside, the mean of p / q is p(K): at most
-    1 for any filter (`top_p` and others, penalties, grammars). `top_p` alone keeps at least its mass of the sampling
-    policy, and so of an equal p; `top_k` keeps any. Transformers' rollouts are scored unfiltered: p(K) / q(K).
+    With K the allowed tokens and vLLM's q, zero outside of K and renormalised inside, the mean of p / q is p(K): at
+    most 1 for any filter (`top_p` and others, penalties, grammars). `top_p` alone keeps at least its mass of the
+    sampling policy, and so of an equal p; `top_k` keeps any. Transformers' rollouts are scored unfiltered: p(K) / q(K).
 
     Args:
         same: the sampling policy is the trained one, before tokens are left out.

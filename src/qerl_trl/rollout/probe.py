@@ -315,9 +315,7 @@ def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float 
 
 def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) -> list[list[int]]:
     """`PROMPTS` prompts of one length (at most `PROMPT_TOKENS`): the run's longest, from shortly before they differ.
-
-    Random tokens if the run has too few texts of at least one block of vLLM's cache.
-    """
+    Random tokens if the run has too few texts of at least one block of vLLM's cache."""
     longest_first = sorted((list(text) for text in texts), key=len, reverse=True)[:PROMPTS]
     if longest_first:
         common = next(
@@ -366,11 +364,8 @@ def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 @contextlib.contextmanager
 def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[float]]]:
-    """Yield a function with the rms of W x over the rms of A x per layer, of the median token, after a forward inside.
-
-    The median, since some tokens have thousandfold activations. W x without the bias: it is as much larger in some
-    models' q and k.
-    """
+    """Yield a function for the rms of W x over the rms of A x per layer, of the median token, after a forward inside.
+    The median, since some tokens have thousandfold activations. W x without the bias, which dominates some q and k."""
     measured: dict[nn.Module, torch.Tensor] = {}
 
     def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:

@@ -263,9 +263,6 @@ def _is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # the last is TRL's default
 
 
-# ------------------------------------------------------------------ does the server run the trainer's model?
-
-
 def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:
     """Summaries of the trainer's linear layers, and of its other frozen weights in `names`."""
     summaries: dict[str, WeightSummary] = {}

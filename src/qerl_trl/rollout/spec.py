@@ -157,7 +157,7 @@ class EngineSpec:
         }
 
     def serve_command(self, host: str = "127.0.0.1", port: int | None = None) -> str:
-        """Shell command of a server for this model, without placement. It needs the trainer's secret in its environment."""
+        """Shell command of a server for this model, without placement. Its environment needs the trainer's secret."""
         command = [f"{BATCH_INVARIANT}=1"] * self.batch_invariant + ["vllm", "serve", self.model]
         options: dict[str, Any] = {
             "revision": self.revision,

@@ -1,5 +1,5 @@
-"""Supported combinations of processes, sharding and `base_format` in vLLM. Others are refused before anything is loaded:
-combinations of options by the configuration (`support/options.py`), the rest here.
+"""Supported combinations of processes, sharding and `base_format` in vLLM. Others are refused before anything is
+loaded: combinations of options by the configuration (`support/options.py`), the rest here.
 
 | base_format | colocate mode | server mode |
 |---|---|---|

@@ -1,1 +1,1 @@
-"""Code that runs inside vLLM; no other package here imports vLLM."""
+"""Code for vLLM's processes; no other package here imports vLLM."""
