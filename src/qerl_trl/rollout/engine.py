@@ -158,8 +158,8 @@ class Engine(ABC):
     """One engine, seen from a process of the trainer."""
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        """Replace the adapter, by canonical layer names, and the clean weights of the trained norms. Layers without a
-        name have no adapter afterwards; current noise stays on. Raises `RuntimeError` or `ValueError` if the engine
+        """Replace the adapter, by canonical layer names, and the clean weights of the trained norms. Layers missing
+        from `adapter` have none afterwards; current noise stays on. Raises `RuntimeError` or `ValueError` if the engine
         refuses the update; its state is then unchanged, bit for bit."""
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -265,7 +265,7 @@ def launch_each(dtype: torch.dtype) -> None:
     from qerl_nvfp4.sums import rounded_sums, sums
 
     meta = torch.device("meta")
-    for lanes in (2, 4):  # no engine holds integers of 8 bytes
+    for lanes in (2, 4):  # no engine has 8-byte integers
         sums([(0, 1)], lanes, meta)
     rounded_sums([torch.empty(1, device=meta)], [1.0], dtype)
 

@@ -61,7 +61,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._probed = 0  # step of the latest probe
         self.shared = False
         self.waits = False  # for accelerate to place the model
-        # of the latest rollout, for RLOO, which drops them
+        # log-probabilities of the latest rollout; TRL's RLOO drops them
         self.sampled_logps: list[list[float | None]] | None = None
         # TRL never reads the text, and decoding takes as long as a GPU step; only vLLM's `stop` needs it
         chosen = dict(kwargs.get("generation_kwargs") or {})

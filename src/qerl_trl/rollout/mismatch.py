@@ -135,7 +135,7 @@ def _logps(trainer: OnlineTrainer, rollout: dict[str, Any], count: int) -> torch
     ids = torch.cat([rollout["prompt_ids"][:count], rollout["completion_ids"][:count]], dim=1)
     mask = torch.cat([rollout["prompt_mask"][:count], rollout["completion_mask"][:count]], dim=1)
     length = rollout["completion_ids"].size(1)
-    # as many at a time as TRL takes (no logits: its head works in chunks of tokens and vocabulary)
+    # batches as in TRL (no logits: its head works in chunks of tokens and vocabulary)
     batch_size = trainer.args.per_device_train_batch_size
     return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, batch_size=batch_size)[0]
 
@@ -330,7 +330,7 @@ def _behaviour_logps(
 
     before, after = batch(prompts, "left"), batch(completions, "right")
     ids, mask = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
-    # as many at a time as TRL takes (no logits: its head works in chunks of tokens and vocabulary)
+    # batches as in TRL (no logits: its head works in chunks of tokens and vocabulary)
     size = trainer.args.per_device_train_batch_size
     options: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(trainer.model, options):

@@ -1,1 +1,1 @@
-"""Code for vLLM's processes; no other package here imports vLLM."""
+"""Code running inside vLLM; no other package here imports vLLM."""
