@@ -1,9 +1,10 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-The server is compared with the trainer's model first: its settings, and every linear layer, embedding and norm by name and checksum
-([`differences`]). Checksums add up over tensor-parallel shards. An update goes through memory that both share, or between hosts as the body of a
-request (weights.py); noise goes as four numbers. The server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes,
-through TRL's client. vLLM's NCCL weight transfer is not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
+The server is first compared with the trainer's model: settings, and every linear layer, embedding and norm by name and
+checksum ([`differences`]); checksums of tensor-parallel shards add up. An update goes through shared memory, or between
+hosts in a request body (weights.py); noise goes as four numbers. The server's workers apply both (vllm/worker.py).
+Completions come from vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is not used: it calls
+`model.load_weights`, without adapter buffers and noise.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ _REMEDIES = {
     404: "Start the server with the command that the trainer prints",
     413: "Lower generation_batch_size, or raise the limit of the proxy in between",
 }
-#: requests at a time where each prompt has a seed of its own
+#: concurrent requests with one seed per prompt
 CONCURRENCY = 256
 
 
@@ -66,9 +67,11 @@ class Client(VLLMClient):
         super().__init__(base_url=url.rstrip("/"), connection_timeout=timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """As TRL's, which waits forever for a service that is not vLLM. The session is ready here, and not used yet."""
+        """Like TRL's, but with a time limit for services other than vLLM. The session is ready here, and unused."""
         self.session.auth = self._authorize  # a function, because ~/.netrc would replace a header
-        retries = self.session.get_adapter(self.base_url).max_retries.new(raise_on_status=False)  # type: ignore[attr-defined]
+        retries = self.session.get_adapter(  # type: ignore[attr-defined]
+            self.base_url
+        ).max_retries.new(raise_on_status=False)
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, HTTPAdapter(max_retries=retries, pool_maxsize=CONCURRENCY))
         end = time.monotonic() + total_timeout
@@ -78,8 +81,8 @@ class Client(VLLMClient):
             except requests.RequestException as error:
                 if time.monotonic() >= end:
                     raise ConnectionError(
-                        f"No vLLM server answers at {self.base_url} within vllm_server_timeout={total_timeout:g} s ({error}). Start one, or "
-                        "correct vllm_server_base_url."
+                        f"No vLLM server answers at {self.base_url} within vllm_server_timeout={total_timeout:g} s "
+                        f"({error}). Start one, or correct vllm_server_base_url."
                     ) from error
             time.sleep(retry_interval)
 
@@ -88,7 +91,7 @@ class Client(VLLMClient):
         return request
 
     def call(self, method: str, *args: str) -> list[dict]:
-        """One method of the worker extension on every rank; after `qerl_put` the prefix cache is reset."""
+        """Call a method of the worker extension on every rank; `qerl_put` also resets the prefix cache."""
         content = self._post(self.base_url + CALL, json={"method": method, "args": args}, timeout=MESSAGE_TIMEOUT)
         refused = [answer["error"] for answer in content["results"] if "error" in answer]
         if not (refused or content["reset"]):
@@ -98,7 +101,7 @@ class Client(VLLMClient):
         return content["results"]
 
     def upload(self, data: Any) -> str:
-        """Send an update to the server's host; the name of the memory that holds it there."""
+        """Send an update to the server's host. Returns the name of its shared memory there."""
         return _content(self.session.put(self.base_url + CALL, data=data, timeout=MESSAGE_TIMEOUT))["memory"]
 
     def _get(self, url: str, **kwargs: Any) -> dict:
@@ -108,17 +111,17 @@ class Client(VLLMClient):
         asked = kwargs.get("json") or {}
         if not isinstance(asked.get("seed"), list):
             return _content(self.session.post(url, **kwargs))
-        # vLLM has one seed for all prompts of a request
+        # vLLM takes one seed per request
         each = [asked | {"prompt": [p], "seed": seed} for p, seed in zip(asked["prompt"], asked["seed"], strict=True)]
         contents = _at_once(lambda one: self._post(url, json=one), each)
         return {"choices": [choice for content in contents for choice in content["choices"]]}
 
     def get_server_info(self) -> dict:
-        """What TRL's trainer reads of vLLM's settings, without the development mode that serves them."""
-        return {"model_config": {"logprobs_mode": LOGPROBS_MODE}}  # as `differences` has seen
+        """The vLLM settings read by TRL's trainer, without vLLM's development mode."""
+        return {"model_config": {"logprobs_mode": LOGPROBS_MODE}}  # checked by `differences`
 
     def generate(self, prompts: list, features: list | None = None, *args: Any, **kwargs: Any) -> dict:
-        """As TRL's. A `seed` in `generation_kwargs` may be a list, one for each prompt, or [`Seeds`], which prompts with pictures go without."""
+        """TRL's; `seed` in `generation_kwargs` may also be a list, one per prompt, or [`Seeds`] (not with pictures)."""
         further = dict(kwargs.pop("generation_kwargs", None) or {})
         if isinstance(seeds := further.get("seed"), Seeds):
             further["seed"] = seeds.of(len(prompts)) if features is None else None
@@ -126,7 +129,7 @@ class Client(VLLMClient):
 
 
 def _content(response: requests.Response) -> dict:
-    """The JSON of an answer."""
+    """The JSON of a response. Raises [`RolloutError`] for other responses."""
     with contextlib.suppress(ValueError):
         if response.status_code == 200:
             return response.json()
@@ -135,7 +138,7 @@ def _content(response: requests.Response) -> dict:
 
 
 def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """`call` of each item, in daemon threads: neither `rollout_timeout` nor the interpreter's end waits for a request that hangs."""
+    """`call` of each item, in daemon threads: no wait for a hanging request at `rollout_timeout` or exit."""
     gate, futures = threading.Semaphore(CONCURRENCY), [Future[Any]() for _ in items]
 
     def work(future: Future, item: Any) -> None:
@@ -153,7 +156,8 @@ def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 class ServerEngine(Engine):
-    """A connection to the server at `url`, checked against the trainer's PEFT model and its `spec`. Waits `timeout` seconds for an answer."""
+    """A connection to the server at `url`, checked against the trainer's PEFT model and its `spec`.
+    Waits `timeout` seconds for an answer."""
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
         self.spec, self.url = spec, url
@@ -167,7 +171,7 @@ class ServerEngine(Engine):
             ranks = self.client.call("qerl_describe", probe.name if probe else "")
             self._local = all(rank["same_host"] for rank in ranks)
             found = differences(spec, model, ranks)
-        except (OSError, RuntimeError, KeyError) as error:  # KeyError: the answer of another version
+        except (OSError, RuntimeError, KeyError) as error:  # KeyError: another version's answer
             kind = ConnectionError if isinstance(error, OSError) else RuntimeError
             what = f"{type(error).__name__}: {error}"
             raise kind(f"The server at {url} does not serve this trainer: {what}\n{self._advice()}") from error
@@ -176,7 +180,8 @@ class ServerEngine(Engine):
             raise RuntimeError(f"The server at {url} does not run the trainer's model:{listed}\n{self._advice()}")
         if urlsplit(url).scheme != "https" and not _is_loopback(url):
             logger.warning(
-                "%s is neither loopback nor https, so others can read secret, adapter and texts. Use --ssl-certfile and --ssl-keyfile, or a tunnel.",
+                "%s is neither loopback nor https, so others can read secret, adapter and texts. Use --ssl-certfile "
+                "and --ssl-keyfile, or a tunnel.",
                 url,
             )
         logger.info("Updates go to %s %s.", url, "through /dev/shm" if self._local else "over the network")
@@ -188,7 +193,7 @@ class ServerEngine(Engine):
         return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
     def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
-        """One request, whatever changed."""
+        """As the parent's, in one request."""
         told = {"update": update and self._deliver(update), "noisy": [*noisy], "draw": draw}
         answer = self.client.call("qerl_put", json.dumps(told))[0]
         if self._memory is not None:
@@ -196,7 +201,7 @@ class ServerEngine(Engine):
         return answer.get("sigma_effective")
 
     def _deliver(self, update: Update) -> dict[str, Any]:
-        """Bring an update to the server's host; what the workers have to know about it."""
+        """Send an update to the server's host. Returns its description for the workers."""
         layout = UpdateLayout.of(update, DTYPES[self.spec.dtype])
         if layout != self._layout:
             device = next(t.a.device for t in update.adapter.values())
@@ -228,7 +233,7 @@ class ServerEngine(Engine):
         payload: list[list[Completion] | None] = [None]
         try:
             payload[0] = self._complete(everyone, sampling)
-        finally:  # the other processes wait for it, also where this one has failed
+        finally:  # the other processes wait for it, even after a failure here
             broadcast_object_list(payload, from_process=0)
         assert payload[0] is not None
         return payload[0][: counts[0]]
@@ -258,11 +263,8 @@ def _is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # the last is TRL's default
 
 
-# --- whether a server runs the trainer's model ---------------------------------------------------------------------------------------
-
-
 def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:
-    """The trainer's frozen weights that have a name in `names`, and all of its linear layers."""
+    """Summaries of the trainer's linear layers, and of its other frozen weights in `names`."""
     summaries: dict[str, WeightSummary] = {}
     head = cast(PreTrainedModel, model).get_output_embeddings()  # PeftModel passes it on
     for name, layer in linear_layers(model).items():
@@ -282,8 +284,8 @@ def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Weigh
 
 
 def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a server runs otherwise than the trainer's `spec` and `model`, in words; empty if it can generate for it. `ranks`: answers of
-    `qerl_describe`, one per tensor-parallel rank."""
+    """Differences of a server from the trainer's `spec` and `model`, in words; empty if it can generate for it.
+    `ranks`: answers of `qerl_describe`, one per tensor-parallel rank."""
     first, found = ranks[0], []
     if first["dtype"] != spec.dtype:
         found.append(f"it computes in {first['dtype']}, the trainer in {spec.dtype}")
@@ -324,7 +326,7 @@ def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str,
 
 
 def _same(mine: WeightSummary, shards: list[WeightSummary]) -> bool:
-    """Whether the shards are the weight, or several copies of it (replicated norms; k and v on more ranks than heads)."""
+    """Whether the shards form the weight or copies of it (replicated norms; k and v on more ranks than heads)."""
     copies, rest = divmod(sum(shard.numel for shard in shards), mine.numel)
     if rest or any(abs(shard.divisor - mine.divisor) > 1e-6 * mine.divisor for shard in shards):
         return False

@@ -1,10 +1,9 @@
-"""Worker extension for `vllm serve`: takes the adapter and the noise of each step, on every tensor-parallel rank.
+"""Worker extension for `vllm serve`: applies the adapter and the noise of each step on every tensor-parallel rank.
 
-`EngineSpec.serve_command` gives the command that starts a server with it. vLLM mixes `QeRLWorkerExtension` into its worker. `RolloutEndpoint`, an
-ASGI middleware in front of the server, asks for the trainer's secret and calls these methods. Arguments are text; nothing is unpickled.
-
-Open to everybody are `/health` and `/metrics`. With the secret come vLLM's own paths, and one for the trainer: POST to `CALL` runs a method of the
-worker extension on every rank, PUT takes an update from another host.
+`EngineSpec.serve_command` starts a server with it. vLLM mixes `QeRLWorkerExtension` into its worker. `RolloutEndpoint`,
+an ASGI middleware, checks the trainer's secret for all paths except `/health` and `/metrics`: vLLM's own, and `CALL`
+for the trainer. There POST runs a method of the worker extension on every rank, and PUT receives an update from another
+host. Arguments are text; nothing is unpickled.
 """
 
 import functools
@@ -28,11 +27,11 @@ from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, su
 from .linear import DenseMethod
 from .state import RolloutState
 
-logger = logging.getLogger("uvicorn.error")  # ours is not shown by vLLM
+logger = logging.getLogger("uvicorn.error")  # vLLM does not show ours
 
 
 def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
-    """Turn refusals into an answer {"error": ...}: an exception in one worker would end a tensor-parallel engine."""
+    """Return errors as {"error": ...}: an exception in one worker would kill a tensor-parallel engine."""
 
     @functools.wraps(method)
     def answering(self, *args: str) -> dict:
@@ -45,7 +44,7 @@ def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
 
 
 class QeRLWorkerExtension:
-    """Methods that vLLM's worker gains. Each answers with one dict per rank; {"error": text} when it refused."""
+    """Methods added to vLLM's worker. Each returns one dict per rank; {"error": text} for a refusal."""
 
     # the worker's own
     model_runner: Any
@@ -63,7 +62,7 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_describe(self, name: str) -> dict:
-        """What this rank holds ([`describe`]), without the noise of an earlier run, and whether it can open the shared memory `name`."""
+        """[`describe`] this rank, without an earlier run's noise; `same_host`: it can open the shared memory `name`."""
         if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
             raise ValueError(
                 f"--data-parallel-size {engines} makes {engines} engines, and vLLM answers for the first only, so an "
@@ -77,7 +76,8 @@ class QeRLWorkerExtension:
         """Load an adapter (and trained norms), set the noise, or both. A refused update changes nothing.
 
         Args:
-            text: JSON with "update": {"layout", "memory", "checksum", "fingerprint"} or None, and "noisy" (names of norms) and "draw", or None.
+            text: JSON with "update" ({"layout", "memory", "checksum", "fingerprint"} or None), "noisy" (names of norms)
+                and "draw" (or None).
         """
         asked = json.loads(text)
         state, answer = self._qerl_state(), dict[str, Any]()
@@ -110,12 +110,12 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_contents(self) -> dict:
-        """What this rank computes with (`Contents` in rollout/engine.py); `received` is the latest update's fingerprint."""
+        """`Contents` (rollout/engine.py) of this rank; `received` is the latest update's fingerprint."""
         return self._qerl_state().contents()._asdict()
 
 
 def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
-    """Answer of `qerl_describe`: settings, adapter buffers, and `WeightSummary` per weight under the checkpoint's names. JSON-able."""
+    """Answer of `qerl_describe`, JSON-able: settings, adapter buffers, and `WeightSummary` per checkpoint weight."""
     weights: dict[str, WeightSummary] = {}
     for name, (layer, shard) in state.shards.items():
         start = sum(layer.qerl_splits[:shard])
@@ -130,7 +130,7 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
             weights[f"{name}.bias"] = summary("bias", layer.bias[rows])
     for name, module in state.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
-            # vLLM pads the vocabulary with zeros, which add nothing to the sums
+            # vLLM pads the vocabulary with zeros; they add 0 to the sums
             weight = module.get_parameter("weight")
             count = module.shard_indices.num_org_elements * weight.shape[1]
             weights[state.original(name)] = summary("embedding", weight)._replace(numel=count)
@@ -182,11 +182,11 @@ class RolloutEndpoint:
             return {"results": results, "reset": True}
         if self._memory is not None:
             self._memory.unlink()  # the workers have mapped it
-        # with what a connector keeps elsewhere (--kv-offloading-size, LMCache)
+        # including a connector's cache (--kv-offloading-size, LMCache)
         return {"results": results, "reset": await engine.reset_prefix_cache(reset_connector=True) is not False}
 
     async def _take(self, request: Request) -> dict[str, Any]:
-        """Write an update into memory of this host, which the workers will map."""
+        """Write an update into shared memory of this host, for the workers."""
         size, start = int(request.headers["content-length"]), 0
         if self._memory is None or self._memory.size != size:
             self._memory = SharedMemory(size, torch.device("cpu"))
