@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
-    """Warn before the training if the model's form does not allow a merged export: planned without writing it, where the adapter is on more than
-    linear layers, or the model has experts."""
+    """Warn before training if the model's form allows no merged export. The export is planned only if the adapter is on
+    more than linear layers or the model has experts."""
     if not isinstance(model, PeftModel):
         return
     warn_of_tokens(model, processing_class)

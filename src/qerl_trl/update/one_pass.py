@@ -119,7 +119,7 @@ class OnePass:
 
     @contextmanager
     def own(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Around TRL's `_compute_loss` of a micro-batch: gives it what the loss is to be computed of, corrected where it has importance ratios.
+        """Around TRL's `_compute_loss` of a micro-batch: yields the inputs of the loss, with any importance ratios.
 
         Raises:
             `RuntimeError`: rollout and trainer log-probabilities differ too much (`rollout/mismatch.py`); raised at the
