@@ -1,6 +1,6 @@
 """A card of `CARD_GIB` GiB, shown to a run on a larger GPU; what the run really takes of it goes to `PEAK_FILE`, five times a second.
 
-acceptance.py puts a copy of this file, named sitecustomize.py, on the path of a run: Python loads it at the start of each process, and it
+real_models.py puts a copy of this file, named sitecustomize.py, on the path of a run: Python loads it at the start of each process, and it
 acts in the run's own, not in its launcher's.
 """
 
