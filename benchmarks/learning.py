@@ -233,7 +233,7 @@ def real(args: argparse.Namespace) -> None:
         known = json.loads(REAL_RESULT.read_text())
         minutes = f"{known['cpu_seconds'] / 60:.0f} minutes of one core ({known['run']['device']})"
         print(f"This takes about {minutes}.", flush=True)
-    begun, gguf = time.monotonic(), args.gguf or real_model.gguf_file()
+    begun, commit, gguf = time.monotonic(), common.commit(), args.gguf or real_model.gguf_file()
     model, untrained = str(real_model.folder_of(gguf)), RUN.with_name("products-bf16.json")
     untrained.parent.mkdir(exist_ok=True)
     longest = contents(config_file("smollm2"))["max_completion_length"]
@@ -245,7 +245,7 @@ def real(args: argparse.Namespace) -> None:
     of = ("task", "steps", "train_seconds", "seed", "decoding", "arm", "device", "versions")
     record = {
         "command": "make demo-real",
-        "commit": common.commit(),
+        "commit": commit,
         "gguf": {"file": gguf.name, "sha256": real_model.sha256(gguf)},
         "seconds": time.monotonic() - begun,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,

@@ -109,24 +109,6 @@ def every_size() -> type:
     @dataclass(frozen=True)
     class EverySize(probe.Probe):
         sizes: list[list[float]] = field(default_factory=list)
-        last: list[Any] = field(default_factory=list)
-
-        def _at(self, size: float, sample: Any, change: Any) -> tuple[float, float]:
-            self.last.clear()
-            completions = sample(size)
-            self.last.append(completions)
-            changed = self._changed(completions, change, size)
-            self.last.append(changed)
-            exact = self._changed(completions, change, size, exact=True)
-            return probe.mean_difference(changed, probe._logps(completions)), probe.mean_difference(changed, exact)
-
-        def slope(self, change: Any, size: float) -> float:
-            """How much of the trainer's change the engine makes: 1 where it is right."""
-            completions, changed = self.last
-            clean = self._changed(completions, change, 0.0)
-            mine = (changed - clean).double().cpu()
-            theirs = probe._logps(completions).double() - clean.double().cpu()
-            return ((mine * theirs).sum() / mine.square().sum()).item()
 
         def _compared(self, kind: str, sizes: Any, known: Any, sample: Any, change: Any) -> Any:
             self.sizes.clear()
@@ -134,7 +116,7 @@ def every_size() -> type:
                 moved = self._changed(known.completions, change, size)
                 exact = self._changed(known.completions, change, size, exact=True)
                 effect, rounding = probe.mean_difference(moved, known.scored), probe.mean_difference(moved, exact)
-                found = effect, rounding, *self._at(size, sample, change), self.slope(change, size)
+                found = effect, rounding, *self._at(size, sample, change)
                 self.sizes.append([size, *(float(f"{number:.4g}") for number in found)])
                 if effect > 1.6 * probe.ENOUGH * max(rounding, known.difference) or effect > 2 * probe.CHAOTIC:
                     break
@@ -144,7 +126,7 @@ def every_size() -> type:
 
 
 def told_of(result: Any, probe: Any) -> dict[str, Any]:
-    """`sizes`: size, effect, rounding, difference and rounding there, and the slope (not in the first records)."""
+    """`sizes`: size, effect, rounding, difference and rounding there; a sixth, in some records, is a regression's slope."""
     found = {name: float(f"{getattr(result, name):.4g}") for name in ("base_difference", "rounding")}
     return {"kind": result.kind} | found | ({"sizes": list(probe.sizes)} if probe.sizes else {})
 
