@@ -25,7 +25,7 @@ import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
 import rollout_tables  # noqa: E402
 import speed_tables  # noqa: E402
-from tests.faults import catalog, timed  # noqa: E402
+from tests.faults import catalog  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
 YOUR_TASK = ROOT / "benchmarks/results/your_task_cpu.json"
@@ -239,10 +239,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "humming": kernel_tables.humming,
     "every_size": kernel_tables.every_size,
     "every_size_h100": kernel_tables.every_size_h100,
-    "fault_items": catalog.items_table,
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
-    "faults_timed": timed.line,
     "kernels": kernel_tables.kernels,
     "kills": multi_gpu_tables.kills,
     "sync_parts": multi_gpu_tables.sync_parts,

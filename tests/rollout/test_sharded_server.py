@@ -18,7 +18,6 @@ from qerl_trl.rollout import server
 from qerl_trl.rollout.engine import Completion, Contents, Engine, Sampling, update_fingerprint
 from qerl_trl.rollout.spec import LOGPROBS_MODE, active_adapter, rollout_layers
 from qerl_trl.support.names import full_tensor, is_sharded
-from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.test_sharded import FSDP, as_accelerators
 
@@ -103,7 +102,7 @@ def logps_of(model, completions):
 
 
 @pytest.fixture(scope="module")
-def both(tiny_runs, tmp_path_factory):  # noqa: F811
+def both(tiny_runs, tmp_path_factory):
     """What each process found."""
     folder = tmp_path_factory.mktemp("server")
 
