@@ -16,7 +16,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.test_main import call
-from tests.rollout.conftest import TIMEOUT, free_port, slots
+from tests.e2e.engine.conftest import slots
+from tests.e2e.engine.engines import free_port
+from tests.e2e.engine.environment import TIMEOUT
 from tests.warm import ROOT, run_cold
 
 pytestmark = [
@@ -27,7 +29,7 @@ pytestmark = [
     # how long it takes on two cores has not been measured yet
     pytest.mark.skipif(not os.environ.get("QERL_EXHAUSTIVE"), reason="QERL_EXHAUSTIVE=1 trains the real model"),
 ]
-SCENARIO = ROOT / "tests" / "rollout" / "real_scenario.py"
+SCENARIO = ROOT / "tests" / "e2e" / "engine" / "real_scenario.py"
 PROMPT = "What is the capital of France?"
 
 

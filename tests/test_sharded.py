@@ -1,7 +1,7 @@
 """FSDP 2: two processes that share the weights out compute, train, save and export what whole models do.
 
 accelerate has FSDP for accelerators only, and takes each of these CPU processes for one. One pair of processes does everything that is asked here; with
-vLLM it is tests/rollout's scenario `sharded`.
+vLLM it is tests/e2e/engine/test_two_processes.py.
 """
 
 import multiprocessing

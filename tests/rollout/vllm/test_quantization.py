@@ -174,26 +174,6 @@ def test_what_the_trainer_refuses_the_engine_refuses_in_the_same_words(config):
     assert_they_agree(config)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    ["model.layers.1", "mlp", "model.layers.1.mlp", "model.layers.[0-1].mlp.down_proj", "model.layers.1?.mlp.down_proj", "down_proj", "lm_head",
-     "re:.*layers\\.(0|11)\\..*"],
-)  # fmt: skip
-@pytest.mark.parametrize("kind", ["plain", "renamed"])
-def test_an_entry_of_the_ignore_list_means_the_same_layers(entry, kind):
-    assert_they_agree(compressed_tensors([entry, "lm_head"]), kind)
-
-
-@pytest.mark.parametrize("ignore", [[], ["*.o_pro[jk]"], ["re:model\\.layers\\.1\\."]])
-def test_lists_that_do_not_name_the_head(ignore):
-    assert_they_agree(compressed_tensors(ignore))
-
-
-@pytest.mark.parametrize("targets", [["re:.*self_attn.*"], ["down_proj"], ["Linear"], ["model.layers.1"]])
-def test_targets_mean_the_same_layers(targets):
-    assert_they_agree(compressed_tensors(targets=targets))
-
-
 @pytest.mark.parametrize("kind", ["plain", "renamed"])
 def test_a_mixed_checkpoint_of_modelopt_means_the_same_layers(kind):
     """Attention in FP8, which becomes dense, MLP packed; of the last layer nothing is named."""
@@ -343,6 +323,12 @@ def test_a_dense_checkpoint_is_packed_but_for_the_head_and_the_option_ignore(eng
                 assert (name in converted) is not isinstance(method, DenseMethod), name
     finally:
         engine_config.additional_config = {}
+
+
+def test_experts_are_refused_by_name():
+    experts = type("RoutedExperts", (torch.nn.Module,), {})()
+    with pytest.raises(ValueError, match=r"mlp\.experts is a mixture-of-experts layer.*use_vllm=False"):
+        engine_side(None).get_quant_method(experts, "model.layers.0.mlp.experts")
 
 
 def test_a_name_for_a_list_is_refused():

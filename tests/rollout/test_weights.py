@@ -1,22 +1,16 @@
-"""An update as bytes, and memory that two processes share."""
+"""An update as bytes, memory that two processes share, and checksums of weights."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from qerl_trl.rollout.engine import AdapterTensors
-from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum_of
+from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum, checksum_of
 
 CPU = torch.device("cpu")
-OTHER_PROCESS = """
-import sys, torch
-from qerl_trl.rollout.weights import SharedMemory
-print(SharedMemory(4096, torch.device("cpu"), sys.argv[1]).data[100:].sum().item())
-"""
 
 
 def update():
@@ -54,15 +48,17 @@ def test_any_changed_byte_changes_the_checksum():
     assert checksum_of(flat) == before != checksum_of(blocks[[1, 0, 2]].reshape(-1))
 
 
+def total_of(name: str) -> int:
+    return int(SharedMemory(4096, CPU, name).data[100:].sum())
+
+
 def test_another_process_of_this_user_sees_what_is_written():
     memory = SharedMemory(4096, CPU)
     path = Path("/dev/shm", memory.name)
     assert path.stat().st_mode & 0o777 == 0o600 and SharedMemory.is_here(memory.name)
     memory.data[100:] = 3
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS, memory.name], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == [str(3 * 3996)], done.stderr
+    with multiprocessing.get_context("fork").Pool(1) as other:
+        assert other.apply(total_of, (memory.name,)) == 3 * 3996
     assert path.exists()  # the other process has not removed it
     del memory
     assert not path.exists()
@@ -81,3 +77,28 @@ def test_too_little_memory_is_an_error_at_once():
     with pytest.raises(OSError):
         SharedMemory(2**50, CPU)
     assert not {name for name in os.listdir("/dev/shm") if name.startswith("qerl-")} - before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_checksums_of_shards_add_up(dtype):
+    torch.manual_seed(0)
+    tensor = torch.randint(0, 200, (64, 32)).to(dtype) / (1 if dtype == torch.uint8 else 7)
+    tensor = tensor.to(dtype)
+    whole = checksum(tensor)
+    assert len(whole) == tensor.element_size()
+    rows = [checksum(tensor[i : i + 16]) for i in range(0, 64, 16)]
+    columns = [checksum(tensor[:, i : i + 8]) for i in range(0, 32, 8)]
+    assert whole == [sum(parts) for parts in zip(*rows, strict=True)]
+    assert whole == [sum(parts) for parts in zip(*columns, strict=True)]
+    padded = torch.cat([tensor, torch.zeros_like(tensor)])
+    assert checksum(padded) == whole
+    tensor[3, 3] += 1
+    assert checksum(tensor) != whole
+
+
+def test_checksum_counts_in_parts(monkeypatch):
+    tensor = torch.arange(250, dtype=torch.uint8)
+    expected = [int((tensor.long() ** 2).sum())]
+    assert checksum(tensor) == expected
+    monkeypatch.setattr("qerl_trl.rollout.weights._CHUNK", 7)
+    assert checksum(tensor) == expected

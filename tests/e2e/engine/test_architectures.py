@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from tests import architectures as table
-from tests.rollout.conftest import EXHAUSTIVE
-from tests.rollout.engine_architectures import CELLS, REPRESENTATIVES, TOLERANCE, dtype_of, to_try
+from tests.e2e.engine.architectures import CELLS, REPRESENTATIVES, TOLERANCE, cells, dtype_of, to_try
+from tests.e2e.engine.environment import EXHAUSTIVE
 
 RECORDED = table.recorded()["architectures"]
 
 
 @pytest.mark.parametrize("name", to_try(table.ALL) if EXHAUSTIVE else REPRESENTATIVES)
-def test_the_table_is_true(name, architectures):
-    assert architectures[name] == {cell: RECORDED[name][cell] for cell in CELLS if cell in RECORDED[name]}
+def test_the_table_is_true(name, tmp_path):
+    assert cells(name, tmp_path / "log") == {cell: RECORDED[name][cell] for cell in CELLS if cell in RECORDED[name]}
 
 
 def test_at_least_24_roll_out_or_are_refused_with_a_reason():

@@ -1,36 +1,36 @@
 """What works for which architecture in vLLM: the engine's half of tests/architectures.py, on the real engine.
 
-    python -m tests.rollout.engine_architectures [NAME ...]
+    python -m tests.e2e.engine.architectures [NAME ...]
 
-tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json, and in what the engine computed. All of them take about ten
-minutes on two cores, so the tests try `REPRESENTATIVES`, and all where QERL_EXHAUSTIVE=1 is set. Models that see pictures, and Qwen3.5,
-need torchvision, which vLLM imports for them, and LLaVA and Mistral 3 mistral_common.
+tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json, with what the engine computed in.
+All of them take about ten minutes on two cores, so the tests try `REPRESENTATIVES`, and all where QERL_EXHAUSTIVE=1 is set. Models that see
+pictures, and Qwen3.5, need torchvision, which vLLM imports for them, and LLaVA and Mistral 3 mistral_common.
 
     rollout         the engine starts on the trainer's own weights and passes the probe of the start; with an adapter its greedy
                     log-probabilities are the trainer's
     rollout noise   the probe of the noise passes; under another draw they are the trainer's under that draw, and with the noise taken away
                     they are again what they were, to the last bit
 
-Models compute in float32, but for a few, so that what is left is rounding. As a script it is the scenario `architectures` (conftest.py).
+Models compute in float32, but for a few, so that what is left is rounding.
 """
 
-# ruff: noqa: I001, E402  (scenarios sets the environment before torch and vLLM are imported)
+
 
 import os
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # the folder of a script would come first, and tests/rollout/vllm would be taken for vLLM
+    from tests.e2e.engine.environment import DEFAULTS
 
-from tests.rollout import scenarios
+    for key, value in DEFAULTS.items():
+        os.environ.setdefault(key, value)
 
 import importlib.util
 import json
 import multiprocessing
+import sys
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
 from qerl_trl.rollout.engine import Completion, RolloutError, Sampling
 from tests import architectures
 from tests.commit import commit
-from tests.rollout.conftest import EXHAUSTIVE, free_port
+from tests.e2e.engine.engines import DEVICE, free_port, randomize, stub_generation
 from tests.tiny_models import make_tiny_tokenizer
 
 #: a layer fused in the checkpoint; a mapper that says what is fused, and LayerNorm; a norm of one model's own; vLLM's Transformers backend
@@ -55,7 +55,7 @@ PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(3)]
 NEW = 8
 DRAW = NoiseDraw(0.05, seed=7, step=3, generation=1)
 #: what vLLM's CPU kernels compute in bfloat16 only: delta nets and state spaces; a GPU's attention computes nothing in float32
-HALF = architectures.ALL if scenarios.DEVICE == "cuda" else ("qwen3_5_text", "qwen3_next", "falcon_h1")
+HALF = architectures.ALL if DEVICE == "cuda" else ("qwen3_5_text", "qwen3_next", "falcon_h1")
 #: what vLLM imports beside, for models that the tests' environment then leaves out
 NEEDS = dict.fromkeys(PICTURES, ("torchvision",)) | dict.fromkeys(
     ("llava", "mistral3"), ("torchvision", "mistral_common")
@@ -110,14 +110,14 @@ class EngineTrial:
             modules_to_not_convert=self.one.left_out, compute_dtype=str(self.dtype).removeprefix("torch.")
         )
         model = from_pretrained(self.folder / "dense", config, model_class=self.one.auto, dtype=self.dtype).eval()
-        model.to(scenarios.DEVICE)
+        model.to(DEVICE)
         lora = keep_to_the_decoder(default_lora_config(), model.config)
         self.policy = get_peft_model(model.requires_grad_(False), register_nvfp4_lora(lora)).eval()
-        scenarios.randomize(self.policy, scale=0.05)
+        randomize(self.policy, scale=0.05)
         pictures = self.one.name in architectures.VISION
         engine: dict[str, Any] = {"max_num_batched_tokens": 256} | ({"language_model_only": True} if pictures else {})
         try:
-            self.generation = scenarios.stub_generation(
+            self.generation = stub_generation(
                 self.policy, aqn=False, engine=engine, max_model_length=64, max_num_seqs=4
             )
         except (ValueError, RolloutError) as refusal:
@@ -150,7 +150,7 @@ class EngineTrial:
     @torch.no_grad()
     def gap(self, completions: list[Completion]) -> float:
         """Largest difference from the trainer's log-probabilities of the same tokens."""
-        ids = torch.tensor([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], device=scenarios.DEVICE)
+        ids = torch.tensor([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], device=DEVICE)
         logits = self.policy(input_ids=ids, use_cache=False).logits[:, len(PROMPTS[0]) - 1 : -1].float()
         mine = logits.log_softmax(-1).gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1).cpu()
         return (mine - torch.tensor([c.logps for c in completions])).abs().max().item()
@@ -178,13 +178,13 @@ def _child(name: str, log: Path, pipe: Any) -> None:
 
 
 def cells(name: str, log: Path) -> dict[str, str]:
-    """Cell -> "works" or "refused: ...", in a process of its own: forked, so that vLLM is imported once, or with a GPU, which no forked process
-    can use, started anew. `log` gets its output.
+    """Cell -> "works" or "refused: ...", in a process of its own: forked, so that vLLM is imported once, or with a GPU started
+    anew. `log` gets its output.
 
     Raises:
         `RuntimeError`: it failed in any other way.
     """
-    context = multiprocessing.get_context("spawn" if scenarios.DEVICE == "cuda" else "fork")
+    context = multiprocessing.get_context("spawn" if DEVICE == "cuda" else "fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, log, theirs))
     process.start()
@@ -234,20 +234,5 @@ def main() -> None:
         architectures.write(record)
 
 
-def scenario(folder: Path) -> None:
-    import vllm.entrypoints.llm  # noqa: F401
-
-    found = {}
-    for name in to_try(architectures.ALL if EXHAUSTIVE else REPRESENTATIVES):
-        try:
-            found[name] = cells(name, folder / f"{name}.log")
-        except RuntimeError as error:
-            found[name] = {"error": str(error)}
-    print("RESULTS " + json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["architectures"]:
-        scenario(Path(sys.argv[2]))
-    else:
-        main()
+    main()

@@ -3,26 +3,35 @@
 python real_scenario.py FOLDER BASE_FORMAT NOISE MODEL [BASE_FORMAT NOISE MODEL]...
 """
 
+# ruff: noqa: E402  (vLLM reads its environment when it is imported)
+
 import json
 import logging
 import os
 import sys
 from pathlib import Path
 
-import scenarios  # sets vLLM's environment
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[0] = str(ROOT)
+
+from tests.e2e.engine.environment import DEFAULTS
+
+for _name, _value in DEFAULTS.items():
+    os.environ.setdefault(_name, _value)
 
 from qerl_trl import QeRLGRPOTrainer, Script, Task
 from qerl_trl.rollout import probe
+from tests.e2e.engine.engines import _ALIVE, MEMORY
 
 # bf16 is slow on a CPU without instructions for it (5 GFLOP/s a core), so everything is short
 OPTIONS = {
     "dtype": "bfloat16", "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_length": 64, "max_steps": 2,
-    "aqn_num_stages": 2, "vllm_gpu_memory_utilization": scenarios.MEMORY["gpu_memory_utilization"],
-    "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **scenarios.MEMORY}), "per_device_train_batch_size": 2,
+    "aqn_num_stages": 2, "vllm_gpu_memory_utilization": MEMORY["gpu_memory_utilization"],
+    "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **MEMORY}), "per_device_train_batch_size": 2,
     "num_generations": 2, "max_completion_length": 4, "temperature": 1.5, "learning_rate": 1e-3, "eval_problems": 1,
     "disable_tqdm": "true",
 }  # fmt: skip
-TASK = Path(__file__).parents[2] / "examples" / "tasks" / "products.yaml"
+TASK = ROOT / "examples" / "tasks" / "products.yaml"
 PROBED = 4  # prompts of the probe, half of a run's
 
 
@@ -65,7 +74,7 @@ def train(folder: Path, base_format: str, noise: str, model: str) -> dict:
     warned = Warned()
     logging.getLogger("qerl_trl").addHandler(warned)
     trainer = QeRLGRPOTrainer(**script.trainer_arguments())
-    scenarios._ALIVE.append(trainer)
+    _ALIVE.append(trainer)
     script.train(trainer)
     logging.getLogger("qerl_trl").removeHandler(warned)
     return {"warned": warned.said, "probe": vars(trainer.vllm_generation.probe_result)}
