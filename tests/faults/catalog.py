@@ -1,6 +1,7 @@
 """Faults that must not pass silently, and the mark of a test that injects one.
 
-A fault is injected at one module and judged at the product: the model on disk, the repository on the stand-in Hub, the engine's logits.
+A fault is injected at one module and judged at the product: the model on disk, the repository on the stand-in Hub, the
+engine's logits.
 
     @fault("R5.nan")                       # detected; `told` looks for the object and the remedy in the message
     @fault("R6.damaged", recovered=True)   # the same command goes on without loss, at once or when the cause is gone

@@ -1,4 +1,4 @@
-"""An engine over a copy of the trainer's own model: what vLLM would do, without vLLM's start-up, and a place to inject faults."""
+"""An engine over a copy of the trainer's own model: what vLLM would do, and a place to inject faults."""
 
 import copy
 from types import SimpleNamespace
@@ -33,7 +33,8 @@ def greedy(policy: nn.Module, prompts: list[list[int]], max_tokens: int) -> list
 
 
 class StandIn(Engine):
-    """Generates with a copy of `policy`: norms in float32, the adapter rounded to the model's dtype, one sequence at a time.
+    """Generates with a copy of `policy`: norms in float32, the adapter rounded to the model's dtype, one sequence at a
+    time.
 
     Args:
         base_fault: changes the copy before it is used.
@@ -166,9 +167,11 @@ def trainers(model: Any, tokenizer: Any, folder: Any, monkeypatch: Any) -> Any:
 
         monkeypatch.setattr(QeRLVLLMGeneration, "_build_engine", build)
         defaults = {
-            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4,
+            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
+            "num_generations": 4,
             "max_completion_length": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "use_vllm": True, "vllm_mode": "colocate",
+            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "use_vllm": True,
+            "vllm_mode": "colocate",
         }  # fmt: skip
         return QeRLGRPOTrainer(
             str(model),

@@ -9,8 +9,8 @@ def test_every_fault_is_injected():
 
 
 def test_the_same_command_goes_on():
-    """After every fault of a checkpoint or of a resume that is not a refusal of other settings, and after most others."""
+    """After every fault of a checkpoint or resume but a refusal of other settings, and after most others."""
     recovered = {name for name, seen in marks().items() if any(seen)}
     refused = {"R6.resume_other_data", "R6.other_eval_problems"}
     assert {name for name in FAULTS if name.startswith("R6.")} - refused <= recovered
-    assert len(recovered) >= 0.6 * len(FAULTS)
+    assert len(recovered) >= 0.5 * len(FAULTS)

@@ -1,4 +1,4 @@
-"""A machine on which a run cannot work: refused before a model is loaded, by `QeRLConfig`, the trainer or `qerl-trl doctor`."""
+"""A machine on which a run cannot work, refused before a model is loaded."""
 
 import importlib.metadata
 import importlib.util
@@ -151,14 +151,6 @@ def test_newer_than_what_was_tested_is_one_line_in_one_process(monkeypatch, tmp_
 
 def usage(monkeypatch, free, total=2**40):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(total, total - free, free))
-
-
-def test_shared_memory(monkeypatch):
-    usage(monkeypatch, 2**26, 2**26)
-    (problem,) = environment.shared_memory()
-    assert "64 MiB" in problem.what and "--shm-size" in problem.remedy
-    usage(monkeypatch, 2**33, 2**33)
-    assert environment.shared_memory() == []
 
 
 @fault("R8.disk_full")

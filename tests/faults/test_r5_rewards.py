@@ -2,13 +2,10 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 
 import pandas
 import pytest
@@ -33,7 +30,8 @@ def spread(completions, **kwargs):
 def trainer(tiny_runs, tmp_path_factory):
     """One for all: a fault replaces its reward function, or spoils one number of a step that is then not taken."""
     made = tiny_runs.trainer(
-        tmp_path_factory.mktemp("run"), [spread, spread], PROMPTS, peft_config=LORA, per_device_train_batch_size=8, max_steps=1,
+        tmp_path_factory.mktemp("run"), [spread, spread], PROMPTS, peft_config=LORA, per_device_train_batch_size=8,
+        max_steps=1,
         save_strategy="no", reward_timeout=TIMEOUT, zero_advantage_patience=3, max_grad_norm=0.0, scale_rewards="none",
     )  # fmt: skip
     if not hasattr(made, "async_loop"):  # TRL starts it for async functions that it is given at the start
@@ -84,25 +82,15 @@ def in_thread(function):
     [
         (math.inf, ("inf", "clip the reward")),
         (-math.inf, ("-inf", "clip the reward")),
-        (10**400, ("inf", "clip the reward")),
         (-(10**5000), ("inf", "clip the reward")),  # more digits than Python prints
-        (Fraction(10**400), ("inf", "clip the reward")),
         (1e38, ("1e+38", "float32", "scale the reward")),
         (-1e20, ("-1e+20", "float32", "scale the reward")),
     ],
-    ids=["inf", "-inf", "int", "unprintable", "fraction", "1e38", "-1e20"],
+    ids=["inf", "-inf", "unprintable", "1e38", "-1e20"],
 )
 def test_infinite_or_too_large_for_float32(graded_by, value, said):
     with told(ValueError, "graded", "completion 7", *said):
         rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
-
-
-@fault("R5.infinite")
-def test_too_large_by_its_weight(graded_by):
-    trainer = graded_by(lambda completions, **_: [0.0] * 7 + [1e10])
-    trainer.reward_weights = torch.tensor([1.0, 1e10])
-    with told(ValueError, "graded", "1e+20", "weight of 1e+10", "scale the reward"):
-        rewards(trainer)
 
 
 @fault("R5.nan", recovered=True)
@@ -128,12 +116,9 @@ def test_not_a_number(graded_by, value):
 
 
 NO_LISTS = {
-    "bytes": bytes(range(8)),
     "str": "12345678",
     "DataFrame": pandas.DataFrame({"reward": [5.0] * 8}),
     "dict": dict.fromkeys(range(8), 1.0),
-    "set": set(range(8)),
-    "dict_keys": dict.fromkeys(range(8)).keys(),
 }
 
 
@@ -180,16 +165,8 @@ def broken_in_a_generator(completions, **_):
         yield len(text) + None  # a TypeError of its own
 
 
-async def broken_later_and_lazily(completions, **_):
-    return map(broken, completions)
-
-
 def exits(completions, **_):
     exec("import sys; sys.exit()")  # what a grader of code was given by the model
-
-
-async def exits_later(completions, **_):
-    exits(completions)
 
 
 ERROR, EXIT = (
@@ -200,9 +177,7 @@ RAISE = {
     broken: ERROR,
     broken_later: ERROR,
     broken_lazily: ERROR,
-    broken_later_and_lazily: ERROR,
     exits: EXIT,
-    exits_later: EXIT,
     broken_in_a_generator: ("raised TypeError", "unsupported operand", "return None"),
 }
 
@@ -214,18 +189,10 @@ def test_raises(graded_by, function, words):
         rewards(graded_by(function))
 
 
-def alarming(completions, **_):
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-
 @fault("R5.raises")
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [*((function, ERROR) for function in (broken, broken_later, broken_in_a_pool, broken_lazily)),
-     (alarming, ("raised ValueError", "main thread only", "turn their time limits off"))],
-)  # fmt: skip
-def test_raises_outside_the_main_thread(graded_by, function, words):
-    with told(RuntimeError, "'graded'", *words):
+@pytest.mark.parametrize("function", [broken, broken_later, broken_in_a_pool, broken_lazily])
+def test_raises_outside_the_main_thread(graded_by, function):
+    with told(RuntimeError, "'graded'", *ERROR):
         in_thread(lambda: rewards(graded_by(function)))
 
 
@@ -238,16 +205,6 @@ def hanging(completions, **_):
         time.sleep(0.01)
 
 
-def hanging_in_a_generator(completions, **_):
-    for text in completions:
-        hanging([text])
-        yield 0.0
-
-
-def without_an_end(completions, **_):
-    return itertools.repeat(0.0)
-
-
 def hanging_and_catching(completions, **_):
     with contextlib.suppress(Exception):
         time.sleep(60)
@@ -255,30 +212,12 @@ def hanging_and_catching(completions, **_):
 
 
 @fault("R5.hangs")
-@pytest.mark.parametrize("function", [hanging, slow, hanging_in_a_generator, without_an_end, hanging_and_catching])
+@pytest.mark.parametrize("function", [hanging, slow, hanging_and_catching])
 def test_hangs(graded_by, function):
     trainer, begun = graded_by(function), time.monotonic()
     with told(RuntimeError, "'graded' did not return", f"reward_timeout={TIMEOUT} s", "raise reward_timeout", "resume"):
         rewards(trainer)
     assert time.monotonic() - begun < 10 * TIMEOUT
-
-
-def test_a_function_gets_what_trl_passes_and_nothing_else(graded_by):
-    """An environment's own reward takes `environments`, and no completions."""
-    seen = {}
-
-    def of_environment(environments, **kwargs):
-        seen.update(kwargs)
-        return [1.0 for _ in environments]
-
-    trainer = graded_by(of_environment)
-    trainer.environments = ["a"] * 8
-    try:
-        assert rewards(trainer)[:, 1].tolist() == [1.0] * 8
-    finally:
-        trainer.environments = None
-    assert set(seen) >= {"prompts", "completions", "completion_ids", "trainer_state", "log_metric"}
-    assert trainer.reward_funcs[1](environments=["a", "b"]) == [1.0, 1.0]
 
 
 # --- what a step computes ---
@@ -353,7 +292,8 @@ def uninterrupted(tiny_runs, tmp_path_factory):
     ],
 )
 def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path):
-    """The step before is saved with its random state; once the function is mended, the same command goes on from there."""
+    """The step before is saved with its random state; once the function is mended, the same command goes on from
+    there."""
     calls, options = [], STEPS | {"reward_timeout": 0.5 if kind == "hangs" else 60.0}
 
     def spread_reward(completions, **kwargs):

@@ -1,4 +1,4 @@
-"""What a run of the example has measured and saved: kept apart by arm, compared by problems and grader, not lost to what fails afterwards."""
+"""What a run of the example has measured and saved: kept apart by arm, and not lost to what fails afterwards."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A damaged checkpoint costs the steps since the one before, an interrupted run ends as it would have without, and a folder is one run's."""
+"""A damaged checkpoint costs the steps since the one before, and an interrupted run ends as it would have without."""
 
 import copy
 import json
@@ -312,7 +312,8 @@ def longer_reward(completions, **kwargs):
 
 @pytest.fixture
 def refused(tiny_runs, finished):
-    """`refused(line, **other)`: the finished run's folder is refused to a command with other settings, and stays as it was."""
+    """`refused(line, **other)`: the finished run's folder is refused to a command with other settings, and stays as it
+    was."""
 
     def check(line: str, **other) -> None:
         before = contents(finished)
@@ -360,19 +361,6 @@ def test_another_tokenizer(change, tiny_runs, refused, monkeypatch):
     refused("tokenizer_content_sha256: the tokenizer changed")
 
 
-@fault("R6.resume_other_data", recovered=True)
-def test_a_reward_function_that_was_rewritten_under_its_name_is_recorded(finished, tiny_runs, tmp_path, caplog):
-    run = shutil.copytree(finished, tmp_path / "run")
-
-    def spread_reward(completions, **kwargs):
-        return [float(len(text)) for text in completions]
-
-    line = "rewards_sha256.spread_reward: its source changed"
-    tiny_runs.command(run, reward=spread_reward, max_steps=3)
-    assert f"with other settings: {line}" in caplog.text
-    assert seal.recorded_run(run)["changed"] == [line]
-
-
 # --- a folder belongs to one run ---
 
 
@@ -417,49 +405,6 @@ def test_a_run_is_not_saved_over_another_ones_by_name(finished, tiny_runs, tmp_p
         trainer.save_model(tmp_path / "mine")
 
 
-@pytest.mark.parametrize("where", ["an empty folder", "a folder of the same run", "its own by a link", "allowed again"])
-def test_a_run_goes_on_from_elsewhere(where, finished, tiny_runs, tmp_path):
-    run, into, more = shutil.copytree(finished, tmp_path / "run"), tmp_path / "into", {}
-    if where == "a folder of the same run":
-        shutil.copytree(finished, into)
-    if where == "its own by a link":
-        into.symlink_to(run)
-    if where == "allowed again":
-        more = {"learning_rate": 5e-2, "allow_other_settings": True}
-    for _ in range(2):
-        trainer = tiny_runs.trainer(into, **more)
-        trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
-        trainer.save_model()
-    assert trainer.state.global_step == 2 and seal.problems(into) == []
-    assert (into / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()  # a schedule stays, whatever is allowed
-    assert seal.recorded_run(into)["learning_rate"] == more.get("learning_rate", 1e-3)
-
-
-@fault("R6.arms_share_folder")
-@pytest.mark.parametrize("start", ["fresh", "from elsewhere"])
-def test_a_run_does_not_begin_in_the_folder_of_an_export(start, finished, tiny_runs, tmp_path):
-    export.save_adapter(tiny_runs.trainer(tmp_path / "run", seed=11), tmp_path / "export")
-    before = contents(tmp_path)
-    trainer = tiny_runs.trainer(tmp_path / "export")
-    resume = None if start == "fresh" else str(finished / "checkpoint-1")
-    with told(ValueError, str(tmp_path / "export"), "holds an export (adapter)", "another output_dir"):
-        trainer.train(resume_from_checkpoint=resume)
-    assert contents(tmp_path) == before
-
-
-def test_a_run_goes_on_in_a_copy_of_the_repository_that_it_was_pushed_to(finished, tiny_runs, tmp_path):
-    """With hub_strategy="checkpoint" the adapter is an export there, and the checkpoint a folder in it."""
-    repository, resume = tmp_path / "repository", str(tmp_path / "repository/last-checkpoint")
-    export.save_adapter(tiny_runs.trainer(tmp_path / "run"), repository)
-    shutil.copytree(finished / "checkpoint-1", resume)
-    with told(ValueError, "learning_rate", "allow_other_settings"):
-        tiny_runs.trainer(repository, learning_rate=2e-3).train(resume_from_checkpoint=resume)
-    trainer = tiny_runs.trainer(repository)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
-    assert (repository / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
-
-
 @fault("R7.folder_edited")
 @pytest.mark.parametrize("what", ["a run", "a run that has not saved", "a folder of models"])
 def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished, tiny_runs, tiny_model_dir, tmp_path):
@@ -479,14 +424,3 @@ def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished
     with told(ValueError, str(folder), f"holds more than an export ({found}"):
         quantize_folder(tiny_model_dir("qwen2"), folder, overwrite=True)
     assert contents(tmp_path) == before
-
-
-@fault("R6.arms_share_folder", recovered=True)
-def test_checkpoints_of_another_trainer_are_not_replaced_without_a_word(finished, tiny_runs, tmp_path, caplog):
-    """TRL's own write no manifest."""
-    for step in (1, 900):
-        shutil.copytree(finished / "checkpoint-1", tmp_path / f"run/checkpoint-{step}")
-        (tmp_path / f"run/checkpoint-{step}" / seal.MANIFEST_NAME).unlink()
-    tiny_runs.trainer(tmp_path / "run", max_steps=1).train()
-    for word in (str(tmp_path / "run"), "checkpoint-1, checkpoint-900", "save_total_limit", "another output_dir"):
-        assert word in caplog.text

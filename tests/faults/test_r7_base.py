@@ -1,4 +1,4 @@
-"""An adapter meets another base of the same shapes, its own base with the adapter in it, or a base that only this machine has."""
+"""An adapter meets another base of the same shapes, a base that has the adapter, or one that only this machine has."""
 
 import json
 import shutil
@@ -6,13 +6,12 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import constants
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import qerl_trl
 from qerl_trl import NVFP4Config
-from qerl_trl.checkpoint.fingerprint import Pieces, base_sha256, row_of
+from qerl_trl.checkpoint.fingerprint import base_sha256
 from qerl_trl.checkpoint.seal import MANIFEST_NAME, manifest, recorded_run, seal
 from qerl_trl.publish import export, hub
 from qerl_trl.publish.load import TrainedPolicy, load_policy
@@ -133,23 +132,6 @@ def test_eval(finished, other_base, problems, tmp_path, monkeypatch, engine):
 
 
 @fault("R7.wrong_base", recovered=True)
-def test_vllm_does_not_measure_an_adapter_on_a_base_of_another_format(
-    finished, tiny_runs, problems, tmp_path, monkeypatch
-):
-    """It serves a folder as it is stored."""
-    served = []
-    answers = lambda base, *a, **o: served.append(base) or (lambda d: ["2"] * len(d))  # noqa: E731
-    monkeypatch.setattr(evaluation, "vllm_engine", answers)
-    words = ("base_format='nvfp4'", "stored as bf16", "qerl-trl quantize", "qerl-trl merge")
-    fails(words, "eval", finished, *problems, "--engine", "vllm")
-    assert served == [] and not (tmp_path / "eval.json").exists()
-    quantize_folder(tiny_runs.model, tmp_path / "base")
-    works("eval", with_base(finished, tmp_path / "run", tmp_path / "base"), *problems, "--engine", "vllm")
-    assert served == [str(tmp_path / "base")]
-    assert json.loads((tmp_path / "eval.json").read_text())["base_format"] == "nvfp4"
-
-
-@fault("R7.wrong_base", recovered=True)
 @pytest.mark.parametrize("by", ["folder", "Hub id"])
 def test_an_adapter_that_is_loaded_by_hand(by, finished, other_base, tiny_runs, tmp_path, monkeypatch):
     run = shutil.copytree(finished, tmp_path / "run")
@@ -168,21 +150,6 @@ def test_an_adapter_that_is_loaded_by_hand(by, finished, other_base, tiny_runs, 
     flip_a_bit(folder / WEIGHTS)
     with told(ValueError, f"{name} is not as it was sealed", WEIGHTS, "download it again"):
         load(tiny_runs.model)
-
-
-def test_an_adapter_that_comes_ready_on_another_base(finished, other_base, tiny_runs, tmp_path, caplog):
-    """PEFT took it without a word: the adapter that is saved names the base that it lies on."""
-    model = qerl_trl.from_pretrained(other_base, dtype=torch.float32)
-    ready = PeftModel.from_pretrained(model, str(finished), is_trainable=True)
-    trainer = tiny_runs.trainer(tmp_path / "run", model=ready, peft_config=None, max_steps=1, save_strategy="no")
-    assert f"made for {tiny_runs.model}, and it lies on {other_base}" in caplog.text
-    trainer.train()
-    trainer.save_model()
-    trainer.save_adapter(tmp_path / "export")
-    for name in ("run", "export"):
-        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == str(other_base)
-    assert recorded_run(tmp_path / "run")["model"] == str(other_base)
 
 
 # --- a base of another revision ---
@@ -233,15 +200,6 @@ def test_a_base_quantized_on_disk_records_which_it_is(kind, tiny_model_dir, tmp_
     assert settings_of(tmp_path / "base")["base_sha256"] == base_sha256(loaded)
 
 
-def test_the_row_of_a_tensor_in_pieces():
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int64):
-        tensor = (50 * torch.randn(37, 5)).to(dtype)
-        pieces = Pieces("x", tensor.shape)
-        for part in tensor.split(3):  # of an odd number of elements
-            pieces.add(part)
-        assert pieces.row() == row_of("x", tensor)
-
-
 @fault("R7.wrong_base")
 def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny_runs, server, tmp_path):
     """Named by the push, or before that by the export."""
@@ -255,17 +213,6 @@ def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny
     assert REPO not in server.repos
     err = works("push", "adapter", tmp_path / "adapter", REPO, "--allow-other-base")
     assert "It is named all the same, as allowed" in err and WEIGHTS in server.repos[REPO]["files"]
-
-
-@pytest.mark.parametrize("base", ["not there", "refused", "without a manifest"])
-def test_an_adapter_whose_base_cannot_be_compared_is_published_with_a_warning(base, finished, server):
-    if base != "not there":
-        server.put("someone/base")
-    if base == "refused":
-        server.fail["(GET|HEAD) /someone/base/.*"] = 403
-    err = works("push", "adapter", finished, REPO, "--base-model", "someone/base")
-    assert WEIGHTS in server.repos[REPO]["files"]
-    assert ("someone/base was not found on the Hub" if base == "not there" else "taken on trust") in err
 
 
 # --- a merge without effect, and one that is done twice ---
@@ -342,23 +289,6 @@ def test_a_tied_embedding_is_one_matrix_in_the_product(tiny_runs, tmp_path):
     with torch.no_grad():
         expected = trainer.model.eval()(IDS).logits
         assert (merged.eval()(IDS).logits - expected).abs().max() < 0.02 * expected.std()  # bf16 rounding
-
-
-@fault("R7.tied_weights", recovered=True)
-@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
-def test_a_tied_head_that_an_adapter_changes_becomes_a_matrix_of_its_own(tiny_model_dir, tmp_path):
-    """Other trainers than TRL's make such adapters."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)
-    policy = get_peft_model(model, lora).eval()
-    export.save_merged(policy, tmp_path / "merged", dtype=torch.float32)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    base = load_file(tiny_model_dir("qwen2") / FILE)["model.embed_tokens.weight"]
-    assert torch.equal(merged.model.embed_tokens.weight, base.float())
-    assert not torch.equal(merged.lm_head.weight, base.float())
-    with torch.no_grad():
-        expected = policy(IDS).logits
-        assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4 * expected.std()
 
 
 # --- a base that only this machine has ---

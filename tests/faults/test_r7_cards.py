@@ -19,13 +19,16 @@ SETTINGS = {
 }
 SIZE = {"interval95": [0.4, 0.6], "total": 256}
 RESULTS = {
-    "before": {"accuracy": 0.102, "correct": 26, **SIZE}, "after": {"accuracy": 0.523, "correct": 134, **SIZE}, "steps": 100,
+    "before": {"accuracy": 0.102, "correct": 26, **SIZE}, "after": {"accuracy": 0.523, "correct": 134, **SIZE},
+    "steps": 100,
     "settings": {name: SETTINGS[name] for name in ("settings_sha256", "base_sha256", "global_step")},
     "dataset": "someone/data", "log_history": [{"step": 1, "reward": 0.1}, {"step": 100, "reward": 0.5}],
 }  # fmt: skip
 EVALUATION = {
-    "name": "gsm8k", "dataset": "openai/gsm8k", "accuracy": 0.987, "interval95": [0.97, 0.99], "total": 1000, "seed": 1, "engine": "vllm",
-    "protocol": {"temperature": 0.0, "samples": 1, "split": "test", "dataset": "openai/gsm8k", "max_new_tokens": 5, "top_p": 1.0},
+    "name": "gsm8k", "dataset": "openai/gsm8k", "accuracy": 0.987, "interval95": [0.97, 0.99], "total": 1000,
+    "seed": 1, "engine": "vllm",
+    "protocol": {"temperature": 0.0, "samples": 1, "split": "test", "dataset": "openai/gsm8k", "max_new_tokens": 5,
+    "top_p": 1.0},
     "base_format": "nvfp4", "base_sha256": "ba5e",
 }  # fmt: skip
 
@@ -101,22 +104,9 @@ def test_an_evaluation_of_something_else(change, said, folder, caplog):
     assert str(path) in caplog.text and said in caplog.text and "eval-good" not in caplog.text
 
 
-def test_what_weights_are_told_apart_by(tmp_path):
-    assert seal.weights_sha256(tmp_path) is None
-    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "adapter_model.safetensors"):
-        (tmp_path / name).write_bytes(b"a")
-    whole = seal.weights_sha256(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    adapter = seal.weights_sha256(tmp_path)
-    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"b")
-    assert seal.weights_sha256(tmp_path) == adapter
-    (tmp_path / "adapter_config.json").unlink()
-    assert len({whole, adapter, seal.weights_sha256(tmp_path)}) == 3
-
-
 @fault("R7.card_of_another_run", recovered=True)
 def test_a_run_with_figures_of_another_next_to_its_own(server, tiny_runs, tmp_path, caplog):
-    """What `eval` measured of it is shown by every way out; what somebody else left there is not, in metadata neither."""
+    """What `eval` measured of it is shown by every way out; what somebody else left there is not."""
     run, problems = tmp_path / "runs/run", tmp_path / "problems.jsonl"
     trainer = tiny_runs.command(run, max_steps=1)
     problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')

@@ -134,8 +134,10 @@ class TinyRuns:
     ) -> QeRLGRPOTrainer:
         """`given`: further arguments of the trainer."""
         defaults: dict[str, Any] = {
-            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4,
-            "max_completion_length": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3,
+            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 1,
+            "learning_rate": 1e-3,
             "logging_steps": 1, "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True,
             "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
         }  # fmt: skip

@@ -1,4 +1,5 @@
-"""What the page says of GGUF is what was measured; where llama.cpp's tool is at hand (`QERL_GGUF_TOOL`), a merge is converted."""
+"""What the page says of GGUF is what was measured; where llama.cpp's tool is at hand (`QERL_GGUF_TOOL`), a merge is
+converted."""
 
 import json
 import os

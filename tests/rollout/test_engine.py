@@ -48,7 +48,8 @@ def test_a_change_of_any_byte_changes_the_sum(device):
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_will_be_rounded_has_the_bits_of_what_was(dtype, device):
-    """Of any dtype, contiguous or not, there or elsewhere; with a factor or without; NaN, infinity and overflow are seen."""
+    """Of any dtype, contiguous or not, there or elsewhere; with a factor or without; NaN, infinity and overflow are
+    seen."""
     like = torch.zeros(1, dtype=dtype, device=device)
     parts = [
         torch.randn(5, 7),

@@ -38,7 +38,8 @@ def other_end(tiny_tokenizer):
     ids=str,
 )
 def test_vllm_ends_completions_where_the_trainer_does(engine_trainer, other_end, chosen, added, text):
-    """vLLM knows the checkpoint's end tokens alone, not another tokenizer's. It makes text only where it looks for words."""
+    """vLLM knows the checkpoint's end tokens alone, not another tokenizer's. It makes text only where it looks for
+    words."""
     trainer = engine_trainer(engine=Asked, generation_kwargs=chosen, max_steps=1)
     trainer.train()
     engine = trainer.vllm_generation.engine
@@ -112,9 +113,11 @@ def logs(trainer):
 def test_on_a_server_a_run_is_resumed_exactly(engine_trainer, tmp_path):
     """The server's generator is in no checkpoint. Rollouts of a step, and evaluations, draw other numbers."""
     options = {
-        "vllm_mode": "server", "gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 3, "learning_rate": 1e-2,
-        "aqn_num_stages": 3, "rollout_mismatch_threshold": None, "rollout_probe_steps": 0, "save_strategy": "steps", "save_steps": 1,
-        "eval_strategy": "steps", "eval_steps": 2,
+        "vllm_mode": "server", "gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 3,
+        "learning_rate": 1e-2,
+        "aqn_num_stages": 3, "rollout_mismatch_threshold": None, "rollout_probe_steps": 0, "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps", "eval_steps": 2, "max_completion_length": 2,
     }  # fmt: skip
     trainer = engine_trainer(engine=Served, **options)
     trainer.train()
@@ -136,7 +139,8 @@ LESS = ROOM | {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 4096,
 
 
 def test_processes_of_one_engine_are_told_the_same():
-    """Each runs a scheduler: with steps of another size than its neighbour's it would wait in a collective that never comes, or sample other tokens."""
+    """Each runs a scheduler: with steps of another size than its neighbour's it would wait in a collective that never
+    comes, or sample other tokens."""
 
     def work(rank):
         PartialState(cpu=True)

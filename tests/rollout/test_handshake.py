@@ -1,4 +1,5 @@
-"""The numbers that trainer and server compare, without an engine; tests/e2e/engine/test_weights.py compares real ones."""
+"""The numbers that trainer and server compare, without an engine; tests/e2e/engine/test_weights.py compares real
+ones."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The probe against engines that are the trainer's own model in bf16, computed in another order, with one fault each."""
+"""The probe against engines that are the trainer's own model in bf16, computed in another order, with one fault
+each."""
 
 import contextlib
 import copy
@@ -152,7 +153,8 @@ def test_a_wrong_adapter_is_found(policy, fault):
 
 @pytest.mark.parametrize(
     "other",
-    [pytest.param(lambda dense: dense, id="unquantized"), pytest.param(lambda dense: quantized(dense, "four_over_six"), id="another scale rule")],
+    [pytest.param(lambda dense: dense, id="unquantized"), pytest.param(lambda dense: quantized(dense, "four_over_six"),
+    id="another scale rule")],
 )  # fmt: skip
 def test_other_weights_are_found_without_an_adapter(dense, policy, other):
     def put_in(base):

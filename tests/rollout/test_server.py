@@ -1,4 +1,5 @@
-"""Completions that two processes of a trainer get through the main process's connection, and how updates reach a server.
+"""Completions that two processes of a trainer get through the main process's connection, and how updates reach a
+server.
 
 A real server: tests/e2e/engine/test_server.py.
 """
@@ -68,7 +69,8 @@ def test_each_process_gets_its_own_completions():
 
 
 class Requests(Client):
-    """Without a server: keeps which prompts were asked for with which seed; `answers` makes the completions of a prompt."""
+    """Without a server: keeps which prompts were asked for with which seed; `answers` makes the completions of a
+    prompt."""
 
     def __init__(self, answers=lambda prompt, n: [prompt] * n):
         self.base_url, self.model, self.asked, self.answers = "http://here", "model", [], answers

@@ -1,7 +1,9 @@
 """Server mode under FSDP 2: two processes share the trainer's weights out, and only the first one knows the server.
 
-In place of the server there is a twin of the policy, copied before anything was sharded: it computes what it was sent, so an adapter that was
-gathered by half, an update that stayed away or noise on other norms is found by the checks of a real engine. A collective operation in one
+In place of the server there is a twin of the policy, copied before anything was sharded: it computes what it was sent,
+so an adapter that was
+gathered by half, an update that stayed away or noise on other norms is found by the checks of a real engine. A
+collective operation in one
 process alone ends in the limit of time.
 """
 

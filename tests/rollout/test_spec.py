@@ -1,4 +1,5 @@
-"""What an engine is told: one record, three forms of it; and what it may be told of the model, its adapter and its data."""
+"""What an engine is told: one record, three forms of it; and what it may be told of the model, its adapter and its
+data."""
 
 import json
 import re
@@ -121,7 +122,8 @@ def test_arguments_of_llm_and_the_command_say_the_same(folder):
 
 
 def test_an_engine_of_a_model_that_sees_is_told_where_no_pictures_come(folder, tmp_path):
-    """Else vLLM loads the tower once more, and computes the largest pictures that may come at its start, in memory that nobody planned."""
+    """Else vLLM loads the tower once more, and computes the largest pictures that may come at its start, in memory
+    that nobody planned."""
 
     dense_model("gemma3").save_pretrained(tmp_path / "seeing")
     seeing = AutoModelForImageTextToText.from_pretrained(tmp_path / "seeing", dtype=torch.bfloat16)
@@ -169,7 +171,8 @@ def spec_of_a_run(model, mode="colocate", batch=8, data=None):
     mine = SimpleNamespace(
         model=model, mode=mode, max_model_length=256, max_num_seqs=24, model_impl="auto", trust_remote_code=False,
         trainer=trainer, trained=None, accelerator=SimpleNamespace(is_main_process=False),
-        _compute_dtype=lambda: torch.bfloat16, _in_process=lambda: None, processing_class=SimpleNamespace(image_processor=None),
+        _compute_dtype=lambda: torch.bfloat16, _in_process=lambda: None,
+        processing_class=SimpleNamespace(image_processor=None),
     )  # fmt: skip
     QeRLVLLMGeneration._build_engine(mine)
     return mine.spec
@@ -184,7 +187,8 @@ def test_a_server_is_shared_by_all_processes(folder, mode, batch, told):
 
 
 def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_graph(folder):
-    """vLLM finds graphs on disk by what it was told, and one over dense weights ended in KeyError: 'weight' where bitsandbytes' were."""
+    """vLLM finds graphs on disk by what it was told, and one over dense weights ended in KeyError: 'weight' where
+    bitsandbytes' were."""
 
     def told(model):
         return json.dumps(EngineSpec.of(model).llm_arguments()["additional_config"])
@@ -290,7 +294,8 @@ def test_a_checkpoint_that_is_not_at_hand_refuses_nothing(name):
 
 
 def test_an_adapter_on_a_tower_is_refused_before_an_engine_is_built():
-    """The probe's text runs no tower, and without pictures the engine has none: the start ended with a KeyError, or "no buffers in vLLM"."""
+    """The probe's text runs no tower, and without pictures the engine has none: the start ended with a KeyError, or
+    "no buffers in vLLM"."""
     from peft import LoraConfig, get_peft_model
 
     from qerl_trl.rollout.spec import check_servable

@@ -69,7 +69,8 @@ def test_sharding_that_the_engine_cannot_follow_is_refused(monkeypatch, arm):
 @pytest.mark.parametrize("name", ["tools", "environment_factory"])
 @pytest.mark.parametrize("option", [{"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}], ids=str)
 def test_turns_of_several_processes_with_one_engine_are_refused(name, option, monkeypatch):
-    """TRL's loop asks for as many rows as are not done yet in a process, and deals the answers out as if all had asked for as many."""
+    """TRL's loop asks for as many rows as are not done yet in a process, and deals the answers out as if all had asked
+    for as many."""
     args = QeRLConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], use_vllm=True, **option)
     check_given(args, {name: [print]})
     monkeypatch.setattr(type(args), "world_size", 2)

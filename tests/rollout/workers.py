@@ -45,7 +45,8 @@ def update(seed=0, **changes):
     """An adapter and a norm; `changes` replaces tensors, by a:NAME, b:NAME or norm:NAME."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        "a:q_proj": (RANK, K), "b:q_proj": (WIDTHS[0], RANK), "a:k_proj": (RANK, K), "b:k_proj": (WIDTHS[1], RANK), f"norm:{NORMS[1]}": (K,),
+        "a:q_proj": (RANK, K), "b:q_proj": (WIDTHS[0], RANK), "a:k_proj": (RANK, K), "b:k_proj": (WIDTHS[1], RANK),
+        f"norm:{NORMS[1]}": (K,),
     }  # fmt: skip
     made = {name: torch.randn(shape, generator=generator) for name, shape in tensors.items()} | changes
     names = [name[2:] for name in made if name.startswith("a:")]

@@ -2,19 +2,21 @@
 
     python -m tests.e2e.engine.architectures [NAME ...]
 
-tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json, with what the engine computed in.
-All of them take about ten minutes on two cores, so the tests try `REPRESENTATIVES`, and all where QERL_EXHAUSTIVE=1 is set. Models that see
+tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json, with
+what the engine computed in.
+All of them take about ten minutes on two cores, so the tests try `REPRESENTATIVES`, and all where QERL_EXHAUSTIVE=1 is
+set. Models that see
 pictures, and Qwen3.5, need torchvision, which vLLM imports for them, and LLaVA and Mistral 3 mistral_common.
 
-    rollout         the engine starts on the trainer's own weights and passes the probe of the start; with an adapter its greedy
+    rollout         the engine starts on the trainer's own weights and passes the probe of the start; with an adapter
+    its greedy
                     log-probabilities are the trainer's
-    rollout noise   the probe of the noise passes; under another draw they are the trainer's under that draw, and with the noise taken away
+    rollout noise   the probe of the noise passes; under another draw they are the trainer's under that draw, and with
+    the noise taken away
                     they are again what they were, to the last bit
 
 Models compute in float32, but for a few, so that what is left is rounding.
 """
-
-
 
 import os
 
@@ -46,7 +48,8 @@ from tests.commit import commit
 from tests.e2e.engine.engines import DEVICE, free_port, randomize, stub_generation
 from tests.tiny_models import make_tiny_tokenizer
 
-#: a layer fused in the checkpoint; a mapper that says what is fused, and LayerNorm; a norm of one model's own; vLLM's Transformers backend
+#: a layer fused in the checkpoint; a mapper that says what is fused, and LayerNorm; a norm of one model's own; vLLM's
+#: Transformers backend
 REPRESENTATIVES = ("glm4", "stablelm", "cohere2", "smollm3")
 #: what vLLM imports torchvision for
 PICTURES = (*architectures.VISION, "qwen3_5_text", "qwen3_next")
@@ -54,7 +57,8 @@ CELLS = {"rollout": "rollout", "rollout noise": "noise"}
 PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(3)]
 NEW = 8
 DRAW = NoiseDraw(0.05, seed=7, step=3, generation=1)
-#: what vLLM's CPU kernels compute in bfloat16 only: delta nets and state spaces; a GPU's attention computes nothing in float32
+#: what vLLM's CPU kernels compute in bfloat16 only: delta nets and state spaces; a GPU's attention computes nothing in
+#: float32
 HALF = architectures.ALL if DEVICE == "cuda" else ("qwen3_5_text", "qwen3_next", "falcon_h1")
 #: what vLLM imports beside, for models that the tests' environment then leaves out
 NEEDS = dict.fromkeys(PICTURES, ("torchvision",)) | dict.fromkeys(
@@ -92,7 +96,8 @@ PROCESSORS = {"qwen2_5_vl": _qwen_processor, "llava": _llava_processor, "mistral
 
 
 class EngineTrial:
-    """One architecture in one engine. A refusal of the package at the start is raised as `Refused`, anything else as it is."""
+    """One architecture in one engine. A refusal of the package at the start is raised as `Refused`, anything else as
+    it is."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.one = architectures.Trial(name, folder)
@@ -178,7 +183,8 @@ def _child(name: str, log: Path, pipe: Any) -> None:
 
 
 def cells(name: str, log: Path) -> dict[str, str]:
-    """Cell -> "works" or "refused: ...", in a process of its own: forked, so that vLLM is imported once, or with a GPU started
+    """Cell -> "works" or "refused: ...", in a process of its own: forked, so that vLLM is imported once, or with a GPU
+    started
     anew. `log` gets its output.
 
     Raises:

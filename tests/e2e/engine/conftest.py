@@ -1,6 +1,7 @@
-"""Each file here runs in a process of its own: vLLM reads its environment at import, and an engine never quite leaves a process.
+"""Each file here runs in a process of its own: vLLM reads its environment at import, and an engine never leaves it.
 
-The process is forked from one that has imported vLLM, and runs pytest; what its tests reported is reported here. A file may set `ENVIRONMENT`
+The process is forked from one that has imported vLLM, and runs pytest; what its tests reported is reported here. A
+file may set `ENVIRONMENT`
 (variables), `COLD` (the process imports for itself) and `ALONE` (nothing else runs on the machine's cores meanwhile).
 """
 

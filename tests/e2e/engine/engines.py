@@ -1,6 +1,7 @@
 """Engines, models and trainers for the tests of this folder. Importing it imports no vLLM.
 
-Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5; an adapter, a noise or a scale that is missing moves
+Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5; an adapter, a noise or a
+scale that is missing moves
 them by 0.1 to 10.
 """
 
@@ -30,7 +31,8 @@ from qerl_trl.nvfp4.config import NVFP4Config, load_config
 from tests.tiny_models import make_tiny_config, randomize_vectors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: the cache is small: a GiB takes a second to make and each of its blocks is visited by every sync. On a GPU it is given in bytes, because
+#: the cache is small: a GiB takes a second to make and each of its blocks is visited by every sync. On a GPU it is
+#: given in bytes, because
 #: several files share the GPU and measure nothing while others come and go
 MEMORY = {"gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 256} if DEVICE == "cpu" else {
     "gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**28,
@@ -162,12 +164,14 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
     schedule = SimpleNamespace(ever_noisy=True)
     noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0, schedule=schedule)
     args = SimpleNamespace(
-        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, model_init_kwargs=None, vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
+        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, model_init_kwargs=None,
+        vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
         base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
         generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None, _is_vlm=False
+        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0),
+        rescue=lambda: "resume", train_dataset=[], eval_dataset=None, _is_vlm=False
     )  # fmt: skip
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     generation = QeRLVLLMGeneration(
@@ -176,8 +180,6 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
     )  # fmt: skip
     _ALIVE.append(generation)
     return generation
-
-
 
 
 def separate_scales(source: str, target: Path) -> str:
@@ -242,11 +244,14 @@ def trainer_of(folder: Path, model: str, trainer_class=None, peft_config=None, c
     given = {"train_dataset": prompts, "eval_dataset": None, "processing_class": None}
     given = {name: settings.pop(name, value) for name, value in given.items()}
     options = {
-        "output_dir": str(folder / "run"), "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16,
+        "output_dir": str(folder / "run"), "per_device_train_batch_size": 8, "num_generations": 4,
+        "max_completion_length": 16,
         "max_steps": 2, "learning_rate": 1e-2, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128,
-        "vllm_gpu_memory_utilization": MEMORY["gpu_memory_utilization"], "vllm_engine_kwargs": {"enforce_eager": True, **MEMORY},
+        "vllm_gpu_memory_utilization": MEMORY["gpu_memory_utilization"], "vllm_engine_kwargs": {"enforce_eager": True,
+        **MEMORY},
         "bf16": False, "report_to": [], "logging_steps": 1, "use_cpu": DEVICE == "cpu", "save_strategy": "no",
-        "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"}, "disable_tqdm": True, "aqn_sigma_start": 2e-2,
+        "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"}, "disable_tqdm": True,
+        "aqn_sigma_start": 2e-2,
         "aqn_sigma_end": 1e-2, "aqn_num_stages": 2,
     }  # fmt: skip
     lora = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
@@ -269,7 +274,7 @@ def logs_of(trainer) -> list[dict]:
 
 
 def check_sleep(folder: Path, share: bool) -> None:
-    """Sleep and wake on a GPU, with a sync while the engine sleeps. vLLM allows one engine per process that can sleep."""
+    """Sleep and wake on a GPU, with a sync meanwhile. vLLM allows one engine per process that can sleep."""
     from qerl_trl.noise.hooks import NoiseDraw
 
     # large enough that its bytes stand out from what the allocator rounds and keeps
@@ -346,7 +351,7 @@ class Server:
 
 
 def register_once() -> None:
-    """vLLM's CPU build looks through all modules for Triton kernels to replace whenever an engine starts; the first one finds them all."""
+    """vLLM's CPU build looks for Triton kernels to replace whenever an engine starts; the first time finds all."""
     from vllm.platforms import current_platform
 
     platform = type(current_platform)

@@ -25,7 +25,7 @@ ENVIRONMENT, COLD = {"TORCHDYNAMO_DISABLE": "0"}, True
 COMPILED = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "NONE"}}
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
-    reason="float32 and torch.compile: vLLM 0.25.1's own attention kernel (triton_unified_attention) reads out of bounds",
+    reason="float32 and torch.compile: vLLM 0.25.1's own triton_unified_attention reads out of bounds",
 )
 
 

@@ -1,4 +1,4 @@
-"""The probe in bf16, where rounding is what it has to see through. The engine runs our kernels, in Triton's interpreter on a CPU."""
+"""The probe in bf16, through its rounding. The engine runs our kernels, in Triton's interpreter on a CPU."""
 
 import dataclasses
 

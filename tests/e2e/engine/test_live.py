@@ -54,7 +54,7 @@ def put_noise(g, draw) -> None:
 
 
 def test_kernels_of_all_layers_are_compiled_at_once_before_they_run(started):
-    """N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled, but asked for."""
+    """N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled."""
     (asked,) = started[3]
     qkv, o = [256, 128, [128, 64, 64], 16, True, True], [128, 128, [128], 16, False, True]
     gate_up, down = [512, 128, [256, 256], 16, False, True], [128, 256, [128], 16, False, True]

@@ -1,4 +1,4 @@
-"""A shipped recipe whose rollouts are vLLM's, and its published adapter in vLLM without us. All other recipes: tests/test_recipes.py."""
+"""A shipped recipe with its rollouts in vLLM, and its published adapter in vLLM without us."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""A real server, started with the command that the spec prints: steps, updates by both ways, noise, strangers, and its end."""
+"""A real server, started with the command that the spec prints."""
 
 import json
 

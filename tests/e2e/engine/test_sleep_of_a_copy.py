@@ -1,4 +1,4 @@
-"""vLLM's copy of the weights goes to host memory, with the adapter and the noise in it. In a process of its own: see check_sleep."""
+"""vLLM's copy of the weights goes to host memory. In a process of its own: see check_sleep."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""GRPO and RLOO through the colocated engine: every arm, a grammar, an engine that dies, and held-out problems between the steps."""
+"""GRPO and RLOO through the colocated engine: every arm, a grammar, an engine that dies, held-out problems."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ def path(tmp_path_factory):
 
 
 def check_arm(folder, path, arm: str) -> tuple:
-    """Two steps, with noise on the norms in the second; each update reaches the engine. The trainer, its policy and what trains."""
+    """Two steps, with noise in the second; each update reaches the engine. Its generation, and what trains."""
     from qerl_trl.rollout.vllm.engine import engine_model
 
     trainer = trainer_of(folder, path, base_format=arm, learning_rate=1e-3 if arm == "full" else 1e-2)
@@ -35,7 +35,8 @@ def check_arm(folder, path, arm: str) -> tuple:
     assert (
         type(layer.quant_method).__name__ == methods.get(arm, "DenseMethod") and g.probe_result.base_difference < EXACT
     )
-    # now: in a second trainer of one process accelerate's device is "cpu:0", and its prepare() copies what lies on "cpu"
+    # now: in a second trainer of one process accelerate's device is "cpu:0", and its prepare() copies what lies on
+    # "cpu"
     if arm != "full":
         mine = policy.get_base_model().model.layers[0].self_attn.q_proj.base_layer
         names = {"nvfp4": ("weight_packed",) * 2, "bf16": ("weight",) * 2, "nf4": ("weight", "nf4_0")}[arm]
@@ -49,7 +50,8 @@ def check_arm(folder, path, arm: str) -> tuple:
     assert noisy["sampling/sampling_logp_difference/max"] > 0.1  # the rollout is noisy, the trainer is not
     assert all(log["grad_norm"] > 0 for log in (clean, noisy))
     assert gap(policy, g.llm) > 0.1  # the last update is not in the engine yet, and noise is
-    # TRL casts a bitsandbytes model's adapter to bfloat16; for an exact comparison both sides compute with it in float32
+    # TRL casts a bitsandbytes model's adapter to bfloat16; for an exact comparison both sides compute with it in
+    # float32
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
@@ -130,7 +132,8 @@ def test_held_out_problems_are_answered_as_by_transformers(tmp_path):
     )
     tokenizer = AutoTokenizer.from_pretrained(embedded, padding_side="left")
     trainer = trainer_of(
-        tmp_path, embedded, processing_class=tokenizer, train_dataset=test, eval_dataset=test.select(range(8)), aqn_sigma_start=0.3,
+        tmp_path, embedded, processing_class=tokenizer, train_dataset=test, eval_dataset=test.select(range(8)),
+        aqn_sigma_start=0.3,
         aqn_sigma_end=0.2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, num_generations_eval=1,
         vllm_max_model_length=256, max_completion_length=48,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Two processes of a trainer, as a launcher starts them: an engine of both, sharded weights, a shipped recipe under FSDP 2."""
+"""Two processes of a trainer: an engine of both, sharded weights, a shipped recipe under FSDP 2."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ENVIRONMENT, ALONE, TWO_DEVICES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, True, Tr
 
 def both(work) -> None:
     """`work(rank)` in each process; nothing was raised."""
-    for segment in Path("/dev/shm").glob("-tp:*cpushm_*"):  # of an engine that was here; they always have the same names
+    for segment in Path("/dev/shm").glob("-tp:*cpushm_*"):  # of an engine before, under the same names
         segment.unlink(missing_ok=True)
     for outcome in on_ranks(2, work, 500):
         assert outcome.answer is None, outcome

@@ -226,7 +226,7 @@ def test_an_engine_that_was_told_by_the_spec_passes_and_what_differs_is_named(pa
         model_of(right).model.layers[0].self_attn.qkv_proj.bias.mul_(2)
     check_named(
         compare(right, policy, spec),
-        "other norm weights (another checkpoint, or an earlier run trained them on this server): model.layers.1.input_layernorm",
+        "other norm weights (another checkpoint, or an earlier run trained them on this server): model.layers.1.input",
         "other bias weights (another checkpoint): model.layers.0.self_attn.k_proj.bias",
     )
 

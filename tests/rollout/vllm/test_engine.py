@@ -62,7 +62,8 @@ def test_the_users_choice_of_the_backend_counts():
 
 @pytest.mark.parametrize("name", ["smollm3", "gemma3"])
 def test_the_text_decoder_is_built_from_a_subclass(name):
-    mine, theirs = (AutoModel.from_config(config) for config in (architectures.config_of(name), engine.isolated(architectures.config_of(name))))  # fmt: skip
+    mine, theirs = (AutoModel.from_config(config) for config in (architectures.config_of(name),
+    engine.isolated(architectures.config_of(name))))  # fmt: skip
     decoder, other = mine.get_decoder(), theirs.get_decoder()
     assert type(other) is not type(decoder) and isinstance(other, type(decoder))
     assert list(other.state_dict()) == list(decoder.state_dict())

@@ -1,4 +1,5 @@
-"""The engine's loader: the trainer's dense layers in one storage, and vLLM's names turned back into transformers' names."""
+"""The engine's loader: the trainer's dense layers in one storage, and vLLM's names turned back into transformers'
+names."""
 
 from types import SimpleNamespace
 
@@ -65,7 +66,8 @@ def test_fusing_takes_no_memory_for_both():
 # --- names ---
 
 #: rules of vLLM's classes, 0.31
-VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual.", "lm_head.": "language_model.lm_head.",
+VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual.",
+"lm_head.": "language_model.lm_head.",
           "model.": "language_model.model."}  # fmt: skip
 TEXT_OF_VISION = {"model.language_model.": "model."}
 DEEPSEEK_OCR = {"model.layers.": "language_model.model.layers.", "lm_head.": "language_model.lm_head.", "model.": ""}
@@ -81,8 +83,10 @@ DEEPSEEK_OCR = {"model.layers.": "language_model.model.layers.", "lm_head.": "la
         ({"prefix": DEEPSEEK_OCR}, "language_model.model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
         ({"prefix": DEEPSEEK_OCR}, "projector.layers", "model.projector.layers"),
         ({"substr": {".self_attn.": ".attn."}}, "model.layers.0.attn.o_proj", "model.layers.0.self_attn.o_proj"),
-        ({"substr": {"A_log": "A", "mamba": "mamba.mamba"}}, "model.layers.0.mamba.mamba.in_proj", "model.layers.0.mamba.in_proj"),
-        ({"suffix": {".router.gate.weight": ".gate.weight"}}, "model.layers.0.mlp.gate", "model.layers.0.mlp.router.gate"),
+        ({"substr": {"A_log": "A", "mamba": "mamba.mamba"}}, "model.layers.0.mamba.mamba.in_proj",
+        "model.layers.0.mamba.in_proj"),
+        ({"suffix": {".router.gate.weight": ".gate.weight"}}, "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.router.gate"),
         ({"prefix": {"model.": "language_model.model."}, "substr": {".attention.": ".self_attn."}},
          "language_model.model.layers.0.self_attn.dense", "model.layers.0.attention.dense"),
         ({}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
@@ -132,8 +136,14 @@ def test_fused_layers_are_split_and_others_are_not():
 
 
 def test_what_a_mapper_says_of_fused_layers():
-    rules = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".v_proj": (".qkv_proj", "v"),
-             ".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1), "experts.0.w1": ("experts.w13", 0)}  # fmt: skip
+    rules = {
+        ".q_proj": (".qkv_proj", "q"),
+        ".k_proj": (".qkv_proj", "k"),
+        ".v_proj": (".qkv_proj", "v"),
+        ".gate_proj": (".gate_up_proj", 0),
+        ".up_proj": (".gate_up_proj", 1),
+        "experts.0.w1": ("experts.w13", 0),
+    }
     assert stacked(WeightsMapper(orig_to_new_stacked=rules)) == {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],

@@ -1,4 +1,5 @@
-"""Norms of vLLM's models that are no operators of vLLM's, made to carry noise. The rest of norm.py is tested in the engine (test_engine.py)."""
+"""Norms of vLLM's models that are no operators of vLLM's, made to carry noise. The rest of norm.py is tested in the
+engine (test_engine.py)."""
 
 import copy
 

@@ -1,6 +1,8 @@
-"""Trainer and engine read the same quantization configuration the same way: which layers are packed, and what is refused.
+"""Trainer and engine read the same quantization configuration the same way: which layers are packed, and what is
+refused.
 
-The trainer is asked through its transformers quantizer on a model without weights, the engine through `get_quant_method`, layer by layer
+The trainer is asked through its transformers quantizer on a model without weights, the engine through
+`get_quant_method`, layer by layer
 and without an engine being started.
 """
 
@@ -43,7 +45,8 @@ QWEN_VL = WeightsMapper(
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- the two sides
+# ------------------------------------------------------------------------------------------------------------- the two
+# sides
 
 
 @functools.cache
@@ -138,7 +141,8 @@ def assert_they_agree(config: dict, kind: str = "plain") -> None:
         assert all("Quantize all of them or none" in refusal for refusal in refusals)
 
 
-# ------------------------------------------------------------------------------------------------------------- named cases
+# ------------------------------------------------------------------------------------------------------------- named
+# cases
 
 
 def compressed_tensors(ignore=("lm_head",), **changes) -> dict:
@@ -194,9 +198,11 @@ def test_a_matrix_that_does_not_divide_into_blocks_is_refused_in_the_same_words(
 
 
 def test_the_last_matrix_of_a_model_without_a_last_norm_is_packed():
-    """transformers counts a model's last parameter as its head; of OLMo with tied embeddings that is a down projection."""
+    """transformers counts a model's last parameter as its head; of OLMo with tied embeddings that is a down
+    projection."""
     config = OlmoConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=320, tie_word_embeddings=True,
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=320,
+        tie_word_embeddings=True,
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -206,7 +212,8 @@ def test_the_last_matrix_of_a_model_without_a_last_norm_is_packed():
     assert not isinstance(engine_side(compressed_tensors()).get_quant_method(Linear(64), last), DenseMethod)
 
 
-# ----------------------------------------------------------------------------------------------------------- any configuration
+# ----------------------------------------------------------------------------------------------------------- any
+# configuration
 
 LINEARS = [
     name
@@ -228,8 +235,10 @@ def entries(draw) -> str:
     return draw(
         st.sampled_from(
             [
-                name, part, part, f"*{part}", f"*.{part}", f"*.{part}.*", f"{part}*", name[:position] + "?" + name[position + 1 :],
-                name[:position] + "*", name.replace("0", "[0-1]"), f"re:{part}", f"re:.*{part}$", f"re:.*{part}.*", f"re:^{part}",
+                name, part, part, f"*{part}", f"*.{part}", f"*.{part}.*", f"{part}*",
+                name[:position] + "?" + name[position + 1 :],
+                name[:position] + "*", name.replace("0", "[0-1]"), f"re:{part}", f"re:.*{part}$", f"re:.*{part}.*",
+                f"re:^{part}",
                 "re:.*layers\\.(0|11)\\..*", "lm_head", "Linear", draw(st.sampled_from(["*", "", "no.such.layer"])),
             ]
         )

@@ -1,4 +1,5 @@
-"""The worker extension and the endpoint in front of a server; completions by vLLM's own route, with an engine that answers what it is told.
+"""The worker extension and the endpoint in front of a server; completions by vLLM's own route, with an engine that
+answers what it is told.
 
 Updates are in tests/faults/test_r4_server.py, a real server in tests/e2e/engine/test_server.py.
 """
