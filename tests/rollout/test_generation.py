@@ -117,7 +117,7 @@ def test_on_a_server_a_run_is_resumed_exactly(engine_trainer, tmp_path):
         "learning_rate": 1e-2,
         "aqn_num_stages": 3, "rollout_mismatch_threshold": None, "rollout_probe_steps": 0, "save_strategy": "steps",
         "save_steps": 1,
-        "eval_strategy": "steps", "eval_steps": 2, "max_completion_length": 2,
+        "eval_strategy": "steps", "eval_steps": 2, "max_completion_length": 2, "num_generations_eval": 1,
     }  # fmt: skip
     trainer = engine_trainer(engine=Served, **options)
     trainer.train()
