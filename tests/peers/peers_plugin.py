@@ -3,7 +3,7 @@ TRL's, and writes down
 what each test gave. Started by run.py; imports nothing of our tests, because TRL's package of tests is called `tests`
 too.
 
-    QERL_PEERS_ARM      stock (TRL's own), full, nvfp4, noisy (nvfp4 with noise)
+    QERL_PEERS_ARM      stock (TRL's own), full, nvfp4
     QERL_PEERS_RESULT   JSON lines to write: test, outcome, message
 """
 
@@ -80,7 +80,7 @@ def _in_place_of(trainer: type, config: type) -> tuple[type, type]:
     @dataclass(repr=False)
     class Config(config):
         base_format: str = chosen
-        aqn: bool = _ARM == "noisy"
+        aqn: bool = False
         num_train_epochs: float = _EPOCHS
         # as the error of a mixture of experts advises; a model without experts is the same
         modules_to_not_convert: list[str] | None = field(

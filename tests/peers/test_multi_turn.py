@@ -159,41 +159,12 @@ class Counter:
         return float(self.count)
 
 
-class Echo:
-    def reset(self, **kwargs):
-        self.said = ""
-
-    def shout(self, text: str) -> str:
-        """
-        Says it louder.
-
-        Args:
-            text: what to say.
-
-        Returns:
-            The text in capitals.
-        """
-        self.said = text.upper()
-        return self.said
-
-    def get_reward(self) -> float:
-        return float(len(self.said))
-
-
 def test_an_environment_of_several_turns_that_rewards_itself(make):
     trainer = make(None, environment_factory=Counter)
     step = call("increment", '{"step": 2}')
     run(trainer, [step, "No."], [step], [step], ["Done."])
     assert logged(trainer, "rewards/Counter/mean") == [3.0, 3.0]  # 6 and 0
     assert logged(trainer, "tools/call_frequency") == [1.5, 1.5]
-
-
-def test_mixed_environments(make):
-    """TRL gives a reward function of an environment the rows that are its own."""
-    data = Dataset.from_dict({"environment": ["counter", "echo"] * 2, "prompt": PROMPTS["prompt"]})
-    trainer = make(None, data, rows=4, environment_factory={"counter": Counter, "echo": Echo})
-    first = [call("increment", '{"step": 1}'), "No.", call("shout", '{"text": "hello"}'), "No."]
-    run(trainer, first, ["Done."] * 2)
 
 
 def from_the_model(prompts, trainer):

@@ -81,18 +81,6 @@ def test_on_a_gpu_they_are_summed_in_one_launch():
     assert kernels.count("sums_kernel") == 1 and len(kernels) < 5
 
 
-@pytest.mark.parametrize("device", ON)
-def test_the_largest_magnitude_is_that_or_unknown(device):
-    tensors = [torch.randn(40, 8, device=device) for _ in range(5)]
-    tensors[3][2, 2] = -7.5
-    assert engine.largest_magnitude(tensors) == (7.5 if device == "cuda" else None)
-    assert engine.largest_magnitude([*tensors, torch.zeros(3, device=device)]) is None  # not whole words
-    assert engine.largest_magnitude([*tensors, torch.zeros(8, device=device).bfloat16()]) is None
-    tensors[1][0, 0] = float("nan")
-    found = engine.largest_magnitude(tensors)
-    assert found is None if device == "cpu" else found != found
-
-
 def test_everything_an_engine_sums_is_launched_ahead(monkeypatch):
     """What `launch_each` launches is what `all_bits` and `rounded` do, for the dtypes that an engine holds."""
     kernels = pytest.importorskip("qerl_nvfp4.sums")

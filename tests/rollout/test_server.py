@@ -6,8 +6,6 @@ A real server: tests/e2e/engine/test_server.py.
 
 import json
 import logging
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +27,6 @@ from qerl_trl.rollout.engine import (
 )
 from qerl_trl.rollout.server import CONCURRENCY, Client, ServerEngine
 from qerl_trl.rollout.weights import SharedMemory
-from qerl_trl.support.time_limit import deadline
 from tests.ranks import on_ranks
 from tests.rollout.asgi import KEY, FakeVLLM, bridged, guarded, http
 from tests.rollout.workers import NORMS, everything, update
@@ -122,25 +119,6 @@ def test_prompts_with_seeds_of_their_own_come_in_their_order():
     client.asked.clear()
     client.generate(prompts, generation_kwargs={"seed": 3})
     assert client.asked == [(prompts, 3)]
-
-
-def test_a_request_that_hangs_or_fails_is_not_waited_for():
-    hangs, failed = threading.Event(), []
-
-    def answers(prompt, n):
-        if prompt == [1]:
-            raise RolloutError("refused")
-        if prompt == [0]:
-            failed.append(hangs.wait(60))
-        return [prompt] * n
-
-    client, began = Requests(answers), time.monotonic()
-    with pytest.raises(RolloutError, match="refused"):
-        client.generate([[0], [1]], generation_kwargs={"seed": [1, 2]})
-    with pytest.raises(RolloutError, match="late"), deadline(0.2, lambda: RolloutError("late")):
-        client.generate([[0], [2]], generation_kwargs={"seed": [1, 2]})
-    assert time.monotonic() - began < 30 and not failed
-    hangs.set()
 
 
 class OneWorker(FakeVLLM):

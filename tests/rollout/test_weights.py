@@ -94,11 +94,3 @@ def test_checksums_of_shards_add_up(dtype):
     assert checksum(padded) == whole
     tensor[3, 3] += 1
     assert checksum(tensor) != whole
-
-
-def test_checksum_counts_in_parts(monkeypatch):
-    tensor = torch.arange(250, dtype=torch.uint8)
-    expected = [int((tensor.long() ** 2).sum())]
-    assert checksum(tensor) == expected
-    monkeypatch.setattr("qerl_trl.rollout.weights._CHUNK", 7)
-    assert checksum(tensor) == expected

@@ -1,8 +1,7 @@
 """Each file here runs in a process of its own: vLLM reads its environment at import, and an engine never leaves it.
 
-The process is forked from one that has imported vLLM, and runs pytest; what its tests reported is reported here. A
-file may set `ENVIRONMENT`
-(variables), `COLD` (the process imports for itself) and `ALONE` (nothing else runs on the machine's cores meanwhile).
+The process is forked from one that has imported vLLM, and runs pytest; what its tests reported is reported here. A file
+may set `ENVIRONMENT` (variables), `COLD` (it imports for itself) and `ALONE` (no other file of this folder runs).
 """
 
 import contextlib

@@ -94,6 +94,8 @@ def test_it_draws_again_what_it_drew(g):
     first, other = drawn(), drawn()
     g._calls = calls
     assert drawn() == first != other
+    with pytest.raises(RolloutError, match="/v1/completions answered"):
+        g.vllm_client.generate(PROMPTS, temperature=-1.0)
 
 
 def test_noise_and_a_damaged_update_and_strangers(trainer, g, server):

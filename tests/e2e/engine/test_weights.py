@@ -249,12 +249,3 @@ def test_an_engine_with_other_options_and_another_checkpoint(path, folder):
         "other NVFP4 weights (another checkpoint): model.layers.0",
         "other embedding weights (another checkpoint): lm_head, model.embed_tokens",
     )
-
-
-def test_the_bf16_arm_and_a_packed_checkpoint_pass_as_told(path, saved):
-    plain = adapter_on(dense(path), rank=20, alpha=20)
-    assert compare(built(EngineSpec.of(plain), path), plain, EngineSpec.of(plain)) == []
-    loaded = adapter_on(packed(saved), rank=20, alpha=20)
-    spec = EngineSpec.of(loaded)
-    llm = engine(saved, quantization="qerl_nvfp4", additional_config=spec.options(), tokenizer=path)
-    assert compare(llm, loaded, spec) == []

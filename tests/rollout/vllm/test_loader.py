@@ -11,7 +11,6 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.models.utils import WeightsMapper
 
-from qerl_trl.nvfp4 import fused
 from qerl_trl.rollout.vllm import loader
 from qerl_trl.rollout.vllm.loader import Renaming, fuse_dense_rows, fused_rows, split_fused, stacked, with_gap
 
@@ -33,34 +32,6 @@ def test_a_layer_that_the_trainer_does_not_have_is_refused(monkeypatch):
         published.module("model.up")
     with pytest.raises(ValueError, match=r"vLLM's OfVLLM has a layer '' .*use_vllm=False"):
         published.module("")
-
-
-@pytest.mark.parametrize("idle,given", [(fused.CACHED_BYTES + 1, 1), (fused.CACHED_BYTES, 0)])
-def test_what_lies_idle_goes_back(monkeypatch, idle, given):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**40 + idle)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**40)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    fused.give_back_cached(torch.device("cuda"))
-    assert len(calls) == given
-    fused.give_back_cached(torch.device("cpu"))
-    assert len(calls) == given
-
-
-@pytest.mark.gpu
-def test_fusing_takes_no_memory_for_both():
-    """24 groups of 2 x 64 MiB: what torch holds of the GPU grows by what may lie idle, not by the 3 GiB of them all."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    groups = [
-        [nn.Linear(4096, 8192, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(24)
-    ]
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
-    for layers in groups:
-        fuse_dense_rows(layers)
-    assert torch.cuda.max_memory_reserved() - before < fused.CACHED_BYTES + 2**29
 
 
 # --- names ---
@@ -96,17 +67,6 @@ def test_a_name_is_turned_back(rules, name, expected):
     renaming = Renaming()
     renaming.add(WeightsMapper(**{f"orig_to_new_{kind}": rule for kind, rule in rules.items()}))
     assert renaming.original(name) == expected
-
-
-def test_mappers_are_turned_back_from_the_innermost_to_the_outermost():
-    renaming = Renaming()
-    renaming.add(WeightsMapper(orig_to_new_prefix=VISION))
-    renaming.add(WeightsMapper(orig_to_new_substr={".attention.": ".self_attn."}))
-    renaming.add(WeightsMapper(orig_to_new_prefix=VISION))  # the same class, announced again
-    assert renaming.original("language_model.model.layers.0.self_attn.o_proj") == (
-        "model.language_model.layers.0.attention.o_proj"
-    )
-    assert len(renaming.mappers) == 2
 
 
 def test_known_names_decide_between_spellings():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, OlmoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 pytest.importorskip("vllm")
 
@@ -29,7 +29,7 @@ from qerl_trl.nvfp4 import checkpoints
 from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
 from qerl_trl.rollout.engine import WORKER_EXTENSION
 from qerl_trl.rollout.vllm.linear import DenseMethod
-from qerl_trl.rollout.vllm.quantization import EngineOptions, QeRLQuantizationConfig
+from qerl_trl.rollout.vllm.quantization import QeRLQuantizationConfig
 from tests.tiny_models import make_tiny_config
 
 #: of vLLM's classes; tests/nvfp4/test_architectures.py compares it with them
@@ -178,40 +178,6 @@ def test_what_the_trainer_refuses_the_engine_refuses_in_the_same_words(config):
     assert_they_agree(config)
 
 
-@pytest.mark.parametrize("kind", ["plain", "renamed"])
-def test_a_mixed_checkpoint_of_modelopt_means_the_same_layers(kind):
-    """Attention in FP8, which becomes dense, MLP packed; of the last layer nothing is named."""
-    names = [name for name, module in meta_model(kind).named_modules() if type(module) is torch.nn.Linear]
-    named = [name for name in names if "layers.1." not in name and "lm_head" not in name and "visual" not in name]
-    layers = {name: {"quant_algo": "FP8" if "self_attn" in name else "NVFP4"} for name in named}
-    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    assert_they_agree(config, kind)
-    engine, renamed = engine_side(config, kind == "renamed"), kind == "renamed"
-    methods = [type(engine.get_quant_method(Linear(64), vllm_names(name, renamed))).__name__ for name in named]
-    assert set(methods) == {"ModelOptFP8Method", "ModelOptNVFP4Method"}
-
-
-def test_a_matrix_that_does_not_divide_into_blocks_is_refused_in_the_same_words():
-    config = compressed_tensors()
-    assert_they_agree(config, "odd")
-    assert_they_agree(compressed_tensors(["down_proj"]), "odd")
-
-
-def test_the_last_matrix_of_a_model_without_a_last_norm_is_packed():
-    """transformers counts a model's last parameter as its head; of OLMo with tied embeddings that is a down
-    projection."""
-    config = OlmoConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=320,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    last = next(reversed(dict(model.named_parameters()))).removesuffix(".weight")
-    assert last == "model.layers.1.mlp.down_proj"
-    assert in_the_trainer(compressed_tensors(), model)[last]
-    assert not isinstance(engine_side(compressed_tensors()).get_quant_method(Linear(64), last), DenseMethod)
-
-
 # ----------------------------------------------------------------------------------------------------------- any
 # configuration
 
@@ -338,11 +304,6 @@ def test_experts_are_refused_by_name():
     experts = type("RoutedExperts", (torch.nn.Module,), {})()
     with pytest.raises(ValueError, match=r"mlp\.experts is a mixture-of-experts layer.*use_vllm=False"):
         engine_side(None).get_quant_method(experts, "model.layers.0.mlp.experts")
-
-
-def test_a_name_for_a_list_is_refused():
-    with pytest.raises(ValueError, match="ignore='lm_head'"):
-        EngineOptions(ignore="lm_head")
 
 
 def test_the_batch_invariant_mode_is_vllms_own(engine_config, monkeypatch):
