@@ -2,6 +2,7 @@
 data."""
 
 import json
+import re
 import shlex
 from types import SimpleNamespace
 
