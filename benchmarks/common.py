@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: what a record says of its run, and processes that are started, watched and ended."""
+"""Shared by the benchmarks: head of a record, processes, rollout servers."""
 
 import ast
 import contextlib
@@ -22,28 +22,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-#: a micro-batch of update.py and unsloth_update.py: sequences, tokens of each, of which completion
-MICRO_BATCH = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}
 #: of every process with an engine in it
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 #: a line with which an error ends, of any process
 _ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?|\(.*?\) )*(?:ERROR .*\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
 
-# --- the head of a record ----------------------------------------------------------------------------------------------------------------
+# --- the head of a record -------------------------------------------------------------------------
 
 
 def command() -> str:
-    """The command line of this process; files and folders of this machine by their names alone."""
+    """Command line of this process, absolute paths reduced to their names."""
     script, *words = sys.argv
     names = [Path(word).name if Path(word).is_absolute() else word for word in words]
     return shlex.join(["python", f"benchmarks/{Path(script).name}", *names])
 
 
 def commit(said: str | None = None) -> str | None:
-    """Of the code that runs: what was said (an option, or BENCH_COMMIT where there is no git), else git's; None where nobody knows."""
+    """Commit of the code: the option `said`, else BENCH_COMMIT, else git's; None if unknown."""
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     return (
         said
@@ -54,7 +53,7 @@ def commit(said: str | None = None) -> str | None:
 
 
 def machine(device: str) -> str | None:
-    """Eight hex digits, the same for all runs on one machine, whichever of its GPUs they see; None without any."""
+    """Digest of the machine's GPUs, eight hex digits; None on a CPU."""
     if device.partition(":")[0] != "cuda":
         return None
     import pynvml
@@ -65,7 +64,7 @@ def machine(device: str) -> str | None:
 
 
 def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:
-    """The first fields of a record: `command`, `commit` (`said`: as there), `device` (so many of them), `machine` and `versions`."""
+    """The first fields of a record: `command`, `commit`, `device` (and how many), `machine`, `versions`."""
     import torch
 
     from qerl_trl.checkpoint.records import device_name, versions
@@ -80,7 +79,7 @@ def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]
 
 
 def save(record: Any, path: Path | None) -> None:
-    """Whole or not at all; nowhere without a path."""
+    """Write the record in one move; nothing without a path."""
     if path is not None:
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(record, indent=1) + "\n")
@@ -88,7 +87,7 @@ def save(record: Any, path: Path | None) -> None:
 
 
 class Garbage:
-    """Seconds that Python's collector took since somebody set them to zero."""
+    """Seconds of Python's garbage collector since `seconds` was set to 0."""
 
     def __init__(self) -> None:
         self.seconds, self._began = 0.0, 0.0
@@ -101,11 +100,11 @@ class Garbage:
             self.seconds += time.perf_counter() - self._began
 
 
-# --- processes ---------------------------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def give(row: dict[str, Any]) -> None:
-    """The last act of a process that `results_of` waits for; vLLM's own end can hang."""
+    """End a worker of `results_of` with its row; vLLM's own shutdown can hang."""
     print("\nRESULT " + json.dumps(row), flush=True)
     os._exit(0)
 
@@ -118,13 +117,13 @@ def results_of(
     total: float = math.inf,
     last: float = 0.0,
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Run a process for each name; yield (name, what it gave, or `failed` and `last_lines`) as they end.
+    """Run a process for each name; yield (name, its row, or `failed` and `last_lines`) as they end.
 
     Args:
-        waiting: names; more may be put in while it runs.
-        start: the command of a name, and what its environment has beyond this one.
-        may: whether a name may start beside those that run.
-        limit: seconds for one process. total: for all; none is started in the `last` of them.
+        waiting: names; more may be added meanwhile.
+        start: command and additional environment of a name.
+        may: whether a name may start next to the running ones.
+        limit: seconds for one process. total: for all; none starts in the `last` of them.
     """
     running: dict[Any, tuple[subprocess.Popen, Path, float]] = {}
     logs, begun = Path(tempfile.mkdtemp()), time.monotonic()
@@ -163,7 +162,7 @@ def results_of(
 
 
 def end(pid: int) -> None:
-    """A process, its group and all that they have started: torch's launcher gives each of its processes a session of its own."""
+    """Kill a process, its group and all descendants: torch's launcher gives each of its processes its own session."""
     import psutil  # which accelerate needs
 
     family: list[psutil.Process] = []
@@ -174,17 +173,13 @@ def end(pid: int) -> None:
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(family, timeout=10)  # the next one needs their memory
+    psutil.wait_procs(family, timeout=10)  # the next run needs their memory
 
 
-#: processes of `watched` that have not ended
+#: processes of `watched` that still run
 RUNNING: set[int] = set()
-#: what is noted of a run -> the line by which it has happened
-MARKS = {
-    "ready_s": "  versions",
-    "evaluated_s": "Held-out accuracy before",
-    "trained_s": "Held-out accuracy, greedy",
-}
+#: mark of a run -> text of the line at which it is reached
+MARKS = {"ready_s": "  versions", "evaluated_s": "Held-out accuracy before", "trained_s": "Held-out accuracy, greedy"}
 
 
 def watched(
@@ -193,12 +188,14 @@ def watched(
     limit: float,
     look: Callable[[str, float], Any] = lambda line, seconds: None,
 ) -> tuple[int, list[str], dict[str, float]]:
-    """A process in a group of its own, which ends after `limit` seconds: exit code, lines, and the second at which each of `MARKS` was seen.
-    `look` gets each line as it comes, with its second."""
+    """Run a process for at most `limit` seconds: exit code, lines, and the second of each of `MARKS`.
+
+    `look` gets each line as it comes, with its second.
+    """
     started, marks, lines = time.perf_counter(), dict[str, float](), list[str]()
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        start_new_session=True,  # a launcher's child, which is the run, ends with it
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,  # a launcher's child, which is the run, ends with it
     )  # fmt: skip
     RUNNING.add(process.pid)
     timer = threading.Timer(limit, end, (process.pid,))
@@ -217,7 +214,7 @@ def watched(
 
 
 def end_all(*_: Any) -> None:
-    """A signal's handler: nothing that was started outlives the script."""
+    """Signal handler: end everything that was started."""
     for pid in list(RUNNING):
         end(pid)
     os._exit(1)
@@ -229,7 +226,7 @@ def said_in(log: Path) -> list[str]:
 
 
 def steps_of(log: Path) -> list[dict[str, float]]:
-    """What step.py has printed of the steps so far, of all processes."""
+    """Steps that step.py has printed so far, of all processes."""
     steps = []
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("step "):
@@ -240,12 +237,12 @@ def steps_of(log: Path) -> list[dict[str, float]]:
 
 
 def errors_of(lines: list[str]) -> list[str]:
-    """Those with which an error ends."""
+    """Last lines of errors."""
     return [line for line in lines if _ERROR.match(line)]
 
 
 def free_ports(count: int) -> list[int]:
-    """As many ports of this host as nobody listens on, all different."""
+    """Different ports of this host on which nobody listens."""
     held = [socket.socket() for _ in range(count)]
     try:
         for one in held:
@@ -256,25 +253,27 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-# --- rollout servers ---------------------------------------------------------------------------------------------------------------------
+# --- rollout servers ------------------------------------------------------------------------------
 
 #: sequences that a server has CUDA graphs for; by default a thousand, which takes longer to start
 AT_A_TIME = 64
 
 
 def start_server(spec: Any, gpu: str | None, log: Path, *more: str) -> tuple[subprocess.Popen, str]:
-    """The server that `spec` prints the command of, with further options; its process, and its address."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *shlex.split(spec.serve_command())[2:]]  # fmt: skip
-    return start([*command, "--max-num-seqs", str(AT_A_TIME), *more], gpu, log)
+    """Start the server of `spec` with further options; its process and address."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    command += [*shlex.split(spec.serve_command())[2:], "--max-num-seqs", str(AT_A_TIME), *more]
+    return start(command, gpu, log)
 
 
 def start(command: list[str], gpu: str | None, log: Path, **more: str) -> tuple[subprocess.Popen, str]:
-    """Start a server on a free port, in a process group of its own, on this GPU. `more`: of its environment."""
+    """Start a server on a free port, in its own process group, on this GPU. `more`: of its environment."""
     (port,) = free_ports(1)
     environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}) | more
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*command, "--port", str(port)], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [*command, "--port", str(port)], env=environment, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
     return process, f"http://127.0.0.1:{port}"
 
@@ -296,7 +295,7 @@ def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None
 
 
 def spec_of(model: str, lora: Any, longest: int) -> Any:
-    """What a trainer with this adapter on this checkpoint asks of its server."""
+    """EngineSpec of a trainer with this adapter on this checkpoint."""
     import torch
     from peft import get_peft_model
 

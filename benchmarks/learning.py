@@ -1,14 +1,14 @@
-"""What is learned on a CPU: by the embedded model in four arms, by `make demo` with several seeds, by the small examples, by a real model.
+"""What is learned on a CPU: by the embedded model, the small examples, and a real model.
 
-    python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2            # {bf16, NVFP4} x {noise off, on}, the runs of `qerl-trl arms`
-    python benchmarks/learning.py demo --seeds 43 44                     # `make demo` and the same with further seeds; ten minutes on two cores
-    python benchmarks/learning.py examples --only grid_game              # what is known of the others stays; minutes each
-    python benchmarks/learning.py real [--record]                        # `make demo-real`: SmolLM2-135M-Instruct learns products
+    python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2   # {bf16, NVFP4} x {noise off, on}, by `qerl-trl arms`
+    python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
+    python benchmarks/learning.py examples --only grid_game     # rows of the others stay; minutes each
+    python benchmarks/learning.py real [--record]               # `make demo-real`: a real model learns products
 
-Each writes its file in results/ (`real` with --record). The seed decides the adapter's initial values, the order of problems, sampling and noise; the
-pretrained model is the same. A folder of `demo` that holds a finished run is measured again and not trained again: remove it first. `--note` says what
-else the machine did: the seconds are worth nothing without it. `real` says at its end how much of the gain only repairs the rounding to 4 bits: the
-untrained bf16 model is measured, too. The model is from a package (examples/assets/real_model.py); from the Hub it is `qerl-trl train --config smollm2`.
+Each writes its file in results/ (`real` with --record). The seed decides the adapter's initial values, the order of
+problems, sampling and noise. A folder of `demo` with a finished run is measured again, not trained again. `--note` says
+what else the machine did. `real` also measures the untrained bf16 model: how much of the gain repairs the rounding to 4
+bits? Its model is from a package (examples/assets/real_model.py); from the Hub: `qerl-trl train --config smollm2`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def started(*words: str, **environment: str) -> None:
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
 
 
-# --- arms of the embedded model ----------------------------------------------------------------------------------------------------------
+# --- arms of the embedded model -------------------------------------------------------------------
 
 ARMS_RESULT = RESULTS / "embedded_arms.json"
 #: name in the table -> arm of `qerl-trl arms`
@@ -54,7 +54,7 @@ ARM_CURVES = {
 
 
 def kept(arm: str, folder: Path) -> dict[str, Any]:
-    """What the example wrote, with the log reduced to a few curves."""
+    """results.json of a run, with the log reduced to a few curves."""
     result = of_run(folder)
     history = [entry for entry in result.pop("log_history") if "entropy" in entry]
     result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in ARM_CURVES.items()}
@@ -92,24 +92,27 @@ def arms_table(record: dict[str, Any]) -> str:
         start = statistics.mean(statistics.mean(run["curves"]["entropy"][:tenth]) for run in runs)
         end = statistics.mean(statistics.mean(run["curves"]["entropy"][-tenth:]) for run in runs)
         rows.append(
-            f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} "
-            f"| {statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) "
-            f"| {statistics.mean(gain):+.1f}, sd {statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % bound "
-            f"{100 * worst:+.1f} | {start:.3f} -> {end:.3f} | {statistics.mean(run['train_seconds'] for run in runs):.0f} |"
+            f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} | "
+            f"{statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) | {statistics.mean(gain):+.1f}, sd "
+            f"{statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % bound {100 * worst:+.1f} | {start:.3f} "
+            f"-> {end:.3f} | {statistics.mean(run['train_seconds'] for run in runs):.0f} |"
         )
     return "\n".join(rows)
 
 
-# --- the embedded default ----------------------------------------------------------------------------------------------------------------
+# --- the embedded default -------------------------------------------------------------------------
 
 DEMO_RESULT = RESULTS / "demo.json"
 DEMO = ROOT / "runs" / "embedded"  # output_dir of examples/configs/embedded.yaml
 CONFIG = "examples/configs/embedded.yaml"
-LAUNCH = "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/grpo_gsm8k.py"
+LAUNCH = (
+    "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "
+    "examples/grpo_gsm8k.py"
+)
 
 
 def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    """Of what a step logs."""
+    """Entries of a log, with only these names."""
     kept = ("step", "reward", "entropy", "aqn/", *names)
     return [{name: value for name, value in entry.items() if name.startswith(kept)} for entry in history]
 
@@ -125,7 +128,7 @@ def demo(args: argparse.Namespace) -> None:
 
 
 def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
-    """What is committed of finished runs.
+    """The committed record of finished runs.
 
     Raises:
         ValueError: two runs have one seed.
@@ -144,7 +147,7 @@ def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
     return {"what": what, "commit": commit, "note": note, "runs": runs}
 
 
-# --- the small examples ------------------------------------------------------------------------------------------------------------------
+# --- the small examples ---------------------------------------------------------------------------
 
 EXAMPLES_RESULT = RESULTS / "examples_cpu.json"
 EXAMPLES = ("letters", "tool_call", "grid_game")
@@ -165,7 +168,7 @@ def examples(args: argparse.Namespace) -> None:
 
 
 def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
-    """Of a run's results.json, with the mean reward of its first and last five steps."""
+    """Record of a run, with the mean reward of its first and last five steps."""
     rewards = [entry["reward"] for entry in results["log_history"] if "reward" in entry]
     ends = {"first": rewards[:5], "last": rewards[-5:]}
     options = results["command"].split()[2:]  # without the paths of this machine
@@ -181,9 +184,10 @@ def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
 
 
 def examples_table(content: dict[str, Any]) -> str:
-    """What the documentation shows of it."""
+    """Markdown: one row per example."""
     rows = [
-        "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | commit |",
+        "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | "
+        "commit |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in content["runs"].items():
@@ -191,20 +195,20 @@ def examples_table(content: dict[str, Any]) -> str:
         low, high = (f"{100 * bound:+.1f}" for bound in run["difference"]["interval95"])
         gain = f"{100 * run['difference']['value']:+.1f} ({low} to {high})"
         rows.append(
-            f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | {run['train_seconds']:.0f} "
-            f"| {run['machine']} | {run['commit']} |"
+            f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | "
+            f"{run['train_seconds']:.0f} | {run['machine']} | {run['commit']} |"
         )
     return "\n".join(rows)
 
 
-# --- a real model ------------------------------------------------------------------------------------------------------------------------
+# --- a real model ---------------------------------------------------------------------------------
 
 REAL_RESULT = RESULTS / "demo_real.json"
 RUN = ROOT / "runs" / "products"  # output_dir of examples/configs/smollm2.yaml
 
 
 def real_table(record: dict[str, Any]) -> str:
-    """Untrained in bf16 and in NVFP4, and trained; what of the gain is repair."""
+    """Accuracy untrained (bf16, NVFP4) and trained, and the part of the gain that repairs rounding."""
     bf16, before, after = (record[name]["accuracy"] for name in ("untrained_bf16", "untrained_nvfp4", "trained_nvfp4"))
     repair = max(min(after, bf16) - before, 0)
     shown = {"bf16, untrained": bf16, "NVFP4, untrained": before, f"NVFP4, after {record['run']['steps']} steps": after}

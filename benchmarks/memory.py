@@ -1,19 +1,16 @@
-"""Is the planned peak of GPU memory what a run takes? Whole training steps on random weights in the Qwen2.5 shapes, beside the plan.
+"""Planned and measured peaks of GPU memory: whole training steps on random weights in the Qwen2.5 shapes.
 
     python benchmarks/memory.py --output memory_h200.json               # all workloads, at most 6 minutes
-    python benchmarks/memory.py --only 7b-4x4096-sleep 32b-2x2048 --output memory_h200.json   # some of them
+    python benchmarks/memory.py --only 7b-4x4096-sleep 32b-2x2048 --output memory_h200.json
     python benchmarks/memory.py --only tiny tiny-engine --device cpu    # dry run, nothing measured
 
-Each workload is a process of its own with a `QeRLGRPOTrainer`: two optimizer steps, a rollout each. The engine gets its KV cache at the
-planned size, prompts for all its sequences and a few tokens to generate; completions are then filled up to their full length with random
-tokens, and all prompts have the full length too, so that every update has the tokens that were planned. transformers generates all its
-tokens. A `card` is the size of the GPU that the process sees, and by which it plans how many layers recompute nothing.
+A workload is a process with a `QeRLGRPOTrainer`: two optimizer steps, a rollout each. The engine has its KV cache at
+the planned size, prompts for all its sequences and a few tokens to generate; completions are then filled to their full
+length with random tokens, so that an update has the tokens that were planned. transformers generates all its tokens.
+`card` is the size of the GPU that the process sees and plans for.
 
-`measured_gib` is the most that the process took of the GPU, sampled by NVML every 10 ms (CUDA context, graphs and cached memory
-included), `reserved_gib` and `allocated_gib` what torch counts of it. `ratio` is planned over measured, `error` that minus 1. Required: an
-error from 0 to 0.1.
-
-Rows of other workloads stay in a file that is there already, each with its commit and versions; a row that is measured again goes to `before`.
+`measured_gib`: peak of the process by NVML, sampled every 10 ms. `ratio`: planned over measured; `error`: ratio minus
+1, required between 0 and 0.1. Rows of other workloads stay in the file.
 """
 
 import argparse
@@ -40,9 +37,10 @@ SHARE = 0.93
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`micro` sequences per backward pass, prompts of `prompt` and completions of `new` tokens, `sequences` in the engine at a time
-    (None: transformers generates, for `micro`). `graphs`: with vLLM's compiled CUDA graphs, as a run has it; without starts faster. `card`:
-    GiB of the GPU that is shown. `options`: further settings of the run."""
+    """`micro` sequences per backward pass, `sequences` in the engine at a time (None: transformers generates).
+
+    `graphs`: with vLLM's compiled CUDA graphs, as in a run. `card`: GiB of the GPU. `options`: further settings.
+    """
 
     size: str
     micro: int
@@ -76,7 +74,8 @@ class Case:
             batch=self.micro, prompt_length=self.prompt, completion_length=self.new, accumulation=self.accumulation,
             completions=self.sequences or self.micro * self.accumulation, gradient_checkpointing=self.checkpointing,
             base_format=self.base_format, sleep=self.sleep, graphs=self.graphs or self.sequences is None,
-            rollout="transformers" if self.sequences is None else "colocate", generations=min(self.generations, self.micro), **how,
+            rollout="transformers" if self.sequences is None else "colocate",
+            generations=min(self.generations, self.micro), **how,
         )  # fmt: skip
 
 
@@ -104,29 +103,29 @@ ALL = CASES | {"tiny": Case("dry", 2, 16, 24), "tiny-engine": Case("dry", 2, 16,
 
 
 def planned(case: Case) -> MemoryPlan:
-    """Of a case, for a card of its size."""
+    """Memory plan of a case, for a card of its size."""
     return plan_of_shape(case.size, case.work, None if case.card is None else Gpu.of_gib(case.card))
 
 
-def build_trainer(case: Case, device: str, **options: Any) -> Any:
-    """`options`: further settings, or other ones than those of the measurement here."""
+def build_trainer(case: Case, device: str) -> Any:
     cpu = device == "cpu"
     engine = {"enforce_eager": not case.graphs, "max_num_seqs": case.sequences} if case.sequences else {}
     settings = {
-        "output_dir": tempfile.mkdtemp(), "base_format": case.base_format, "use_cpu": cpu, "bf16": not cpu, "use_vllm": case.sequences is not None,
-        "vllm_mode": "colocate", "vllm_enable_sleep_mode": case.sleep, "vllm_engine_kwargs": engine,
-        "vllm_gpu_memory_utilization": 0.05 if cpu else None, "per_device_train_batch_size": case.micro,
-        "steps_per_generation": case.accumulation, "gradient_accumulation_steps": case.accumulation, "num_generations": case.generations,
-        "max_completion_length": case.new, "gradient_checkpointing": case.checkpointing, "max_steps": 2, "logging_steps": 1,
+        "output_dir": tempfile.mkdtemp(), "base_format": case.base_format, "use_cpu": cpu, "bf16": not cpu,
+        "use_vllm": case.sequences is not None, "vllm_mode": "colocate", "vllm_enable_sleep_mode": case.sleep,
+        "vllm_engine_kwargs": engine, "vllm_gpu_memory_utilization": 0.05 if cpu else None,
+        "per_device_train_batch_size": case.micro, "steps_per_generation": case.accumulation,
+        "gradient_accumulation_steps": case.accumulation, "num_generations": case.generations, "max_steps": 2,
+        "max_completion_length": case.new, "gradient_checkpointing": case.checkpointing, "logging_steps": 1,
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "aqn_num_stages": 2,
         "rollout_mismatch_threshold": None,  # the log-probabilities of filled tokens are made up
         "generation_kwargs": None if case.sequences else {"min_new_tokens": case.new},
     }  # fmt: skip
-    return trainer_of(case.size, settings | dict(case.options) | options, prompts(case.prompt), device)
+    return trainer_of(case.size, settings | dict(case.options), prompts(case.prompt), device)
 
 
 def measure(case: Case, device: str, card: float) -> dict[str, Any]:
-    """Build the trainer, train, and say what it took."""
+    """Build the trainer, train, and return planned and measured memory."""
     import torch
 
     started, peak = time.perf_counter(), None
@@ -171,7 +170,7 @@ def measure(case: Case, device: str, card: float) -> dict[str, Any]:
 
 
 def gpu_gib(device: str) -> float:
-    """Of the GPU that is used, without a context on it."""
+    """Size of the GPU, without creating a context on it."""
     if device == "cpu":
         return 1e9
     import pynvml
@@ -181,18 +180,17 @@ def gpu_gib(device: str) -> float:
 
 
 def keep(row: dict[str, Any], record: dict[str, Any]) -> None:
-    """Put a row into the record, with commit and versions. One of the same workload goes to `before`; a failure replaces none."""
+    """Put a row into the record, with commit and versions; a failure replaces nothing."""
     row |= {"commit": record["commit"], "versions": record["versions"]}
     earlier = [other for other in record["memory"] if other["name"] == row["name"]]
     if "failed" in row and any("failed" not in other for other in earlier):
         print(f"{row['name']} failed ({row['failed']}); its earlier row stays")
         return
     record["memory"] = [*(other for other in record["memory"] if other not in earlier), row]
-    record["before"] += [other for other in earlier if "failed" not in other]
 
 
 def verdict(record: dict[str, Any]) -> int:
-    """Print the table; the exit status: 1 where a planned peak is off."""
+    """Print the table; exit status 1 where a planned peak is off."""
     off = 0
     for row in record["memory"]:
         if "error" not in row:
@@ -220,14 +218,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker:
         common.give(measure(ALL[options.worker], options.device, options.card))
-    record: dict[str, Any] = {**common.head(options.device, options.commit), "memory": [], "before": []}
+    record: dict[str, Any] = {**common.head(options.device, options.commit), "memory": []}
     if options.output is not None and options.output.is_file():
         found = json.loads(options.output.read_text())
         if found["device"] != record["device"]:
             parser.error(f"{options.output} is of {found['device']}, this is {record['device']}. Name another file.")
-        for row in [*found["memory"], *found["before"]]:
-            row.setdefault("versions", found["versions"])
-        record |= {"memory": found["memory"], "before": found["before"]}
+        record["memory"] = [{"versions": found["versions"], **row} for row in found["memory"]]
     needs = {name: planned(ALL[name]).peak / GIB * 1.05 for name in options.only}
     available = SHARE * gpu_gib(options.device)
 

@@ -1,18 +1,13 @@
-"""Random models in real shapes, for measurements in which only shapes matter: checkpoints on disk, and models in memory. Nothing is downloaded.
+"""Random models in real shapes, on disk and in memory. Nothing is downloaded.
 
-    python benchmarks/models.py 7b FOLDER             # bf16, as a user's base that is quantized while it loads
-    python benchmarks/models.py 32b FOLDER --packed   # NVFP4 in compressed-tensors' layout
-    python benchmarks/models.py gemma3-12b FOLDER     # the model of the recipe examples/configs/gemma3-12b.yaml, tower included
+Shapes by size are Qwen2.5's; those by a recipe's name are in tests/shapes.py (`tiny-gemma3-12b`: small enough for a
+CPU). A folder has the tokenizer and chat template of the embedded example, and a generation_config.json in which one
+token id in `STOP_EVERY` ends a completion, so that random weights stop after that many tokens on average.
 
-Shapes by size are Qwen2.5's; those by a recipe's name are tests/shapes.py's (`tiny-gemma3-12b`: the same, small enough for a CPU). A folder is
-complete: the embedded example's tokenizer and chat template, and a generation_config.json in which one token id in `STOP_EVERY` ends a completion,
-so that random weights sample completions of that many tokens on average, as a model that has learned to stop does.
-
-`packed_model(size)` is what a trainer holds: NVFP4 linear layers, q|k|v and gate|up in one storage each; `policy(size)` is that with a LoRA adapter;
-`folder(size)` is what stock vLLM loads with random bf16 weights.
+`packed_model(size)` is a trainer's base: NVFP4 linear layers, q|k|v and gate|up in one storage each; `policy(size)`
+adds a LoRA adapter; `folder(size)` is what stock vLLM loads with random bf16 weights.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -22,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,15 +66,15 @@ SHAPES = {
 #: a recipe's name -> its model's configuration, and the same at a tiny size
 RECIPES: dict[str, PretrainedConfig] = {name: config for name, (config, _) in shapes.NEWER.items()}
 RECIPES |= {f"tiny-{name}": shapes.tiny(config, vocab_size=512) for name, config in RECIPES.items()}
-#: standard deviation of an embedding that is also the head, where it is not 0.02: Gemma multiplies embeddings by the root of its width, so the
-#: token itself would outweigh what layers add, and greedy decoding repeat it to the maximum length
+#: standard deviation of an embedding that is also the head, if not 0.02: Gemma multiplies embeddings by the root of its
+#: width, and greedy decoding would repeat one token
 TIED = {"gemma3": 0.004}
-#: what a checkpoint whose model sees pictures says of them, by `model_type`: file -> content
+#: files of checkpoints with a vision tower, by `model_type`: file -> content
 PICTURES = {
     "gemma3": {
         "preprocessor_config.json": {
-            "image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor", "image_seq_length": 256,
-            "size": {"height": 896, "width": 896},
+            "image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor",
+            "image_seq_length": 256, "size": {"height": 896, "width": 896},
         },
         "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": 256},
     },
@@ -89,11 +83,13 @@ PICTURES = {
             "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": 16,
             "size": {"longest_edge": 16777216, "shortest_edge": 65536},
         },
-        "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor"},
+        "video_preprocessor_config.json": {
+            "video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor",
+        },
     },
 }  # fmt: skip
 
-# --- on disk -----------------------------------------------------------------------------------------------------------------------------
+# --- on disk --------------------------------------------------------------------------------------
 
 
 def random_config(shape: str) -> PretrainedConfig:
@@ -109,14 +105,14 @@ def random_config(shape: str) -> PretrainedConfig:
 
 
 def built(config: PretrainedConfig) -> nn.Module:
-    """The model that is loaded from a checkpoint with this configuration, on the current device."""
+    """The model of this configuration, on the current device."""
     alone = config.get_text_config() is config
     model: nn.Module = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_config(config)
     return model
 
 
 def vectors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """What norms and other vectors of such a model are before training, by their names without the layers' numbers."""
+    """Norms and other vectors before training, by their names without layer numbers."""
     return {
         _everywhere(name): parameter.detach()
         for name, parameter in built(shapes.tiny(config)).named_parameters()
@@ -129,7 +125,7 @@ def _everywhere(name: str) -> str:
 
 
 def write_checkpoint(shape: str, folder: Path, device: str, packed: bool = False) -> int:
-    """Normally distributed weights (packed: random codes), norms as before training, with a tokenizer; returns the bytes of the tensors."""
+    """Write normally distributed weights (packed: random codes) and a tokenizer; bytes of the tensors."""
     config, initial = random_config(shape), vectors(random_config(shape))
     with torch.device("meta"):
         model = built(config)
@@ -173,14 +169,13 @@ def _packed(rows: int, columns: int, device: str) -> list[torch.Tensor]:
     return [codes, scale]
 
 
-# --- in memory ---------------------------------------------------------------------------------------------------------------------------
+# --- in memory ------------------------------------------------------------------------------------
 
 
 def _fields(config: PretrainedConfig, **instead) -> dict[str, Any]:
-    """What config.json of a model says of its shape, with some fields replaced."""
-    names = (
-        "model_type", *_FIELDS, "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
-    )  # fmt: skip
+    """Fields of config.json that are about the shape, some replaced."""
+    names = ("model_type", *_FIELDS, "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
+    names += ("tie_word_embeddings",)
     return {name: getattr(config, name) for name in names} | instead
 
 
@@ -205,18 +200,19 @@ def model_config(size: str) -> dict[str, Any]:
     shape = CONFIGS[size]
     kind = shape.get("model_type", "qwen2")
     common = {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], "model_type": kind, "hidden_act": "silu", "dtype": "bfloat16",
-        "bos_token_id": 151643, "eos_token_id": 151645,
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], "model_type": kind, "hidden_act": "silu",
+        "dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
     }  # fmt: skip
     if kind == "qwen2":
         common |= {
-            "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "use_sliding_window": False,
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+            "use_sliding_window": False,
         }  # fmt: skip
     return common | shape
 
 
 def head_dim(config: dict[str, Any]) -> int:
-    """Of a config.json: queries and keys of a head, which need not add up to the hidden width."""
+    """Width of a head; heads need not add up to the hidden width."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -227,12 +223,13 @@ def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
     q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
     return {
         "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
 
 
 def kv_bytes(size: str) -> int:
-    """Of keys and values of one token in bf16."""
+    """Bytes of keys and values of one token in bf16."""
     c = model_config(size)
     return 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim(c) * 2
 
@@ -307,49 +304,6 @@ def randomize(model: nn.Module, scale: float = 0.01) -> None:
             parameter.normal_(0, scale)
 
 
-class _Noise:
-    """Stands in for the trainer's AQNCallback: holds a draw."""
-
-    def __init__(self, model: nn.Module) -> None:
-        from qerl_trl.noise.norms import find_noisy_norms
-
-        self.norms = tuple(find_noisy_norms(model))
-        self.draw = None
-        self.sigma_effective = 0.0
-        self.schedule = SimpleNamespace(ever_noisy=True)
-
-
-def generation(model: nn.Module, *, max_sequences: int, max_length: int, **engine):
-    """A started `QeRLVLLMGeneration` on `model`, outside of a trainer. `engine`: further arguments of `vllm.LLM`."""
-    from accelerate import Accelerator
-
-    from qerl_trl.memory.formulas import model_bytes, shape_of
-    from qerl_trl.memory.plan import Gpu, plan_run
-    from qerl_trl.memory.workload import Workload
-    from qerl_trl.rollout.generation import QeRLVLLMGeneration
-
-    work = Workload(
-        batch=8, prompt_length=max_length - 16, completion_length=16, completions=max_sequences, rollout="colocate",
-        share_weights=True, sleep=False,
-    )  # fmt: skip
-    gpu = Gpu.current(torch.device("cuda")) if torch.cuda.is_available() else None
-    args = SimpleNamespace(
-        aqn=True, share_weights=True, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4", scale_rule="rtn",
-        per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8, bf16=True, fp16=False,
-        vllm_batch_invariant=False, model_init_kwargs=None, rollout_probe="refuse", rollout_probe_steps=0,
-    )  # fmt: skip
-    trainer = SimpleNamespace(
-        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=[], eval_dataset=None,
-        eos_token_ids=[], memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
-    )  # fmt: skip
-    share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.2)
-    return QeRLVLLMGeneration(
-        model=model, accelerator=Accelerator(), processing_class=None, trainer=trainer, mode="colocate",
-        gpu_memory_utilization=share_of_gpu, max_model_length=max_length, max_num_seqs=max_sequences,
-        enable_sleep_mode=False, max_completion_length=16,
-    )  # fmt: skip
-
-
 def seconds(function, device: str = "cuda") -> float:
     """Wall time of one call, with the device idle before and after."""
     if device == "cuda":
@@ -359,14 +313,3 @@ def seconds(function, device: str = "cuda") -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*SHAPES, *RECIPES])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-    size = write_checkpoint(options.shape, options.folder, options.device, options.packed)
-    print(f"{options.folder}: {size / 1e9:.1f} GB")

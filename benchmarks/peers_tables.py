@@ -1,4 +1,4 @@
-"""The tables of tables.py about what others' code does with ours: PEFT's tuners, TRL's own tests and notebooks."""
+"""Tables of others' code on ours: PEFT's tuners, TRL's own tests and notebooks, other package versions."""
 
 import json
 from pathlib import Path
@@ -59,8 +59,10 @@ def peers_of(record: dict[str, Any]) -> str:
         + "\n".join(
             f"- {arm}, {count} {'test' if count == 1 else 'tests'}: {words}" for (arm, words), count in reasons.items()
         )
-        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers {versions['transformers']}, "
-        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, commit {record['commit']}, [{source.name}]({source})."
+        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers "
+        f"{versions['transformers']}, "
+        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, commit {record['commit']}, "
+        f"[{source.name}]({source})."
     )
 
 
@@ -77,13 +79,14 @@ def notebooks() -> str:
     left = "; ".join(f"`{name}` ({why})" for name, why in record["left out"].items())
     versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
     return "\n\n".join(parts) + (
-        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, transformers "
-        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, [{source.name}]({source})."
+        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, "
+        f"transformers {versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, "
+        f"[{source.name}]({source})."
     )
 
 
 def _diff(pairs: list[tuple[str, str]]) -> str:
-    """As a diff, whatever does not change at the start or end of a pair left out."""
+    """Markdown diff of the changed lines."""
     lines: list[str] = []
     for old, new in pairs:
         before, after = old.strip("\n").splitlines(), new.strip("\n").splitlines()
@@ -93,7 +96,7 @@ def _diff(pairs: list[tuple[str, str]]) -> str:
 
 
 def window() -> str:
-    """Versions of others' packages beside those of the lock, and what came of the tests."""
+    """Results of the tests on other package versions than the lock's."""
     record = json.loads(WINDOW.read_text())
     optional = [p for p in window_of_versions.OPTIONAL if any(p in row["versions"] for row in record.values())]
     packages = [*window_of_versions.PACKAGES, *optional]

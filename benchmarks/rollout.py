@@ -1,34 +1,27 @@
-"""Rollout tokens/s of our engine against stock vLLM, in one run, on random weights in real shapes (CONFIGS in models.py).
+"""Rollout tokens/s of our engine and of stock vLLM on random weights in real shapes (CONFIGS in models.py).
 
     python benchmarks/rollout.py --out FILE ours:7b stock-merged:7b stock-lora:7b
-    python benchmarks/rollout.py --out FILE ours:32b:8,32,64 stock-merged:32b:8,32,64 then stock-lora:32b:8,32,64
+    python benchmarks/rollout.py --out FILE ours:32b:8,32,64 stock-merged:32b:8,32,64
 
-A case (`NAME:SIZE` or `NAME:SIZE:BATCHES`) is a process. Engines of a stage are built at the same time, lie on the GPU side by side, and are
-measured in turns, batch by batch, beginning with another one each time, so that what drifts (clocks, heat) meets all of a model alike. `then`
-begins another stage, when the processes before it have ended. A batch that does not fit, or comes after `SECONDS` of measuring a case, is left
-out, and the result says so. `ours` also times syncs of adapter and noise.
+A case (`NAME:SIZE` or `NAME:SIZE:BATCHES`) is a process; cases run one after the other, each alone on the GPU. A batch
+that does not fit, or comes after `SECONDS` of measuring, is left out, with the reason in the result. Cases of other
+runs stay in FILE: `runs` has command, commit, device and versions of each run, a case names its run, and ratios are
+only between cases of one run. results/rollout_h200.json is the committed file.
 
-FILE may exist, with cases of other runs: `runs` says of each run its command, commit, device and versions; a case names its run, and one that is
-measured again replaces the former one. Ratios are only between cases of one run. results/rollout_speed_h200.json is the committed file.
-
-Cases:
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
     stock-lora    stock vLLM, bf16, rank-32 adapter in vLLM's LoRA slots
     stock-merged  stock vLLM, bf16, no adapter: what TRL runs after it merged and streamed every weight
-256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, CUDA graphs of the decode step, no torch.compile. A step of `ours`
-processes as many tokens as a plan chooses where there is room, one of the others what TRL says. On a CPU, `ours:dry` runs through all of it.
+
+256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, CUDA graphs of the decode step, no
+torch.compile. A step of `ours` processes as many tokens as the memory plan chooses where there is room, one of the
+others TRL's 4096. `ours:dry` runs on a CPU.
 """
 
 import argparse
-import contextlib
 import json
-import os
-import queue
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -37,17 +30,17 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from models import folder, generation, kv_bytes, linear_shapes, model_config, policy, randomize, seconds
+from models import folder, kv_bytes, linear_shapes, model_config, randomize, seconds
+from step import prompts, trainer_of
 
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS
 
-THEN = "then"  # between the cases of two stages
-ORDER = "engines of a stage side by side, measured in turns, batch by batch, beginning with another one each time"
+ORDER = "cases one after the other, each alone on the GPU"
 WHAT = (
-    "tokens per second; 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, full decode CUDA graphs, no "
-    "torch.compile, rank-32 adapter on all seven projections; ours: NVFP4 base shared with a trainer's model, adapter inside the quantized "
-    "layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without adapter, what TRL runs after merging; median of up to three "
-    "rollouts; ratios are of engines of one run"
+    "tokens per second; 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, full decode "
+    "CUDA graphs, no torch.compile, rank-32 adapter on all seven projections; ours: NVFP4 base shared with a trainer's "
+    "model, adapter inside the quantized layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without "
+    "adapter, what TRL runs after merging; median of up to three rollouts; ratios are of engines of one run"
 )
 PROMPT, NEW, RANK, GIB = 256, 256, 32, 2**30
 #: seconds after which a batch is not repeated, and of measuring a case, after which larger batches are left out
@@ -55,11 +48,10 @@ ENOUGH, SECONDS = 8.0, 120.0
 PREFILL = 64  # sequences whose prefill alone is timed
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BUILD, WARM, LAST = "build", "warm", "last"  # turns beside those of the batches
 
 
 class Case(NamedTuple):
-    """An engine and a model, `NAME:SIZE`, with the numbers of sequences that it rolls out."""
+    """An engine and a model, `NAME:SIZE`, and its numbers of sequences."""
 
     name: str
     batches: tuple[int, ...]
@@ -69,52 +61,38 @@ class Case(NamedTuple):
         return self.name.split(":")[1]
 
 
-def stages_of(words: list[str], batches: str = "8,32,64,128,256,512") -> list[list[Case]]:
-    """The stages that a command line names; `batches` where a case says none.
+def cases_of(words: list[str], batches: str = "8,32,64,128,256,512") -> list[Case]:
+    """The cases of a command line; `batches` where a case has none.
 
     Raises:
         `ValueError`: a case is named twice, or is not NAME:SIZE.
     """
-    stages: list[list[Case]] = [[]]
+    cases = []
     for word in words:
-        if word == THEN:
-            stages.append([])
-            continue
         engine, _, rest = word.partition(":")
-        size, _, said = rest.partition(":")
+        size, _, own = rest.partition(":")
         if not size:
             raise ValueError(f"{word!r} is no case; write NAME:SIZE or NAME:SIZE:BATCHES.")
-        numbers = sorted({int(number) for number in (said or batches).split(",")})
-        stages[-1].append(Case(f"{engine}:{size}", tuple(numbers)))
-    names = [case.name for stage in stages for case in stage]
+        numbers = sorted({int(number) for number in (own or batches).split(",")})
+        cases.append(Case(f"{engine}:{size}", tuple(numbers)))
+    names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{', '.join(twice)}: named more than once. A run measures a case once.")
-    return [stage for stage in stages if stage]
+    return cases
 
 
-def turns(stage: list[Case]) -> list[tuple[str, int]]:
-    """(case, sequences) in the order in which a stage is measured: model by model, batch by batch, beginning with another case each time."""
-    order = []
-    for size in dict.fromkeys(case.size for case in stage):
-        cases = [case for case in stage if case.size == size]
-        for i, batch in enumerate(sorted({batch for case in cases for batch in case.batches})):
-            first = i % len(cases)
-            order += [(case.name, batch) for case in (*cases[first:], *cases[:first]) if batch in case.batches]
-    return order
-
-
-# --- the file ----------------------------------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 def added(
     record: dict[str, Any] | None, name: str, run: dict[str, Any], cases: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """`record`, a file's content or None, with what the run `name` measured. A run of which no case is left goes.
+    """Add the cases of the run `name` to a record (None: a new one); runs without a case are dropped.
 
     Args:
-        run: what the run says of itself: `command`, `commit`, `device`, `versions` and more.
-        cases: by their names; `tokens_per_s` of each holds values by the number of sequences, which is text.
+        run: `command`, `commit`, `device`, `versions` and more.
+        cases: by name; `tokens_per_s` of each is a list per number of sequences.
     """
     before: dict[str, Any] = record or {"runs": {}, "cases": {}}
     merged = before["cases"] | {case: {**found, "run": name} for case, found in cases.items()}
@@ -141,7 +119,7 @@ def ratios(cases: dict[str, dict[str, Any]], speed: dict[str, dict[str, float]])
 
 
 def label(size: str) -> str:
-    """A model as its publisher writes it; a bare size is Qwen2.5's."""
+    """Name of a model; a bare size is Qwen2.5's."""
     return (f"Qwen2.5-{size}" if size[0].isdigit() else size).title()
 
 
@@ -153,11 +131,11 @@ def by_model(sizes: Iterable[str]) -> list[str]:
     )
 
 
-# --- one engine, in a process of its own -------------------------------------------------------------------------------------------------
+# --- one engine, in a process of its own ----------------------------------------------------------
 
 
 def engine_settings(size: str, batches: tuple[int, ...], step_tokens: int) -> dict[str, Any]:
-    settings = {"max_num_batched_tokens": step_tokens, "skip_tokenizer_init": True}
+    settings: dict[str, Any] = {"max_num_batched_tokens": step_tokens}
     if DEVICE == "cpu":
         return settings | {"gpu_memory_utilization": 0.25, "enforce_eager": True}
     captured = [c for c in CAPTURE if c <= max(batches)]
@@ -189,12 +167,21 @@ def write_lora(size: str) -> str:
 
 
 def build(case: Case, step_tokens: int) -> tuple[Any, Any, Any]:
-    """(llm, LoRA request or None, our generation or None)."""
+    """(llm, LoRA request or None, our trainer or None, which the engine shares its weights with)."""
     settings = engine_settings(case.size, case.batches, step_tokens)
     if case.name.startswith("ours"):
-        model = policy(case.size, RANK, DEVICE)
-        g = generation(model, max_sequences=max(case.batches), max_length=2048, **settings)
-        return g.llm, None, g
+        cpu = DEVICE == "cpu"
+        arguments = {
+            "output_dir": tempfile.mkdtemp(), "use_vllm": True, "vllm_mode": "colocate", "use_cpu": cpu,
+            "bf16": not cpu, "max_completion_length": NEW, "vllm_max_model_length": 2048, "report_to": "none",
+            "aqn_num_stages": 2,
+            "vllm_gpu_memory_utilization": settings.pop("gpu_memory_utilization"),
+            "vllm_engine_kwargs": settings | {"max_num_seqs": max(case.batches)},
+        }  # fmt: skip
+        trainer = trainer_of(case.size, arguments, prompts(PROMPT), DEVICE)
+        randomize(trainer.model)
+        trainer.vllm_generation.sync_weights()
+        return trainer.vllm_generation.llm, None, trainer
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
@@ -203,8 +190,8 @@ def build(case: Case, step_tokens: int) -> tuple[Any, Any, Any]:
     slots = case.name.startswith("stock-lora")
     settings |= {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1} if slots else {}
     llm = LLM(
-        folder(case.size), load_format="dummy", dtype="bfloat16", max_model_len=2048, max_num_seqs=max(case.batches), seed=0,
-        logprobs_mode="processed_logprobs", **settings,
+        folder(case.size), load_format="dummy", dtype="bfloat16", max_model_len=2048, seed=0, skip_tokenizer_init=True,
+        max_num_seqs=max(case.batches), logprobs_mode="processed_logprobs", **settings,
     )  # fmt: skip
     # weights of about 0.02 everywhere, norms 1: vLLM's own dummy values are a thousand times smaller
     for name, parameter in engine_model(llm).named_parameters():
@@ -224,76 +211,34 @@ def rollout(llm, request, vocabulary: int, batch: int, new_tokens: int, seed: in
     return seconds(lambda: llm.generate(inputs, parameters, use_tqdm=False, lora_request=request), DEVICE)
 
 
-def time_syncs(generation: Any, count: int = 10) -> dict[str, list[float]]:
-    """Wall milliseconds of syncs with fresh values: adapter, a new draw for every noisy norm, both."""
-    from qerl_trl.noise.hooks import NoiseDraw
-
-    times: dict[str, list[float]] = {"adapter": [], "norms_new_draw": [], "both": []}
-
-    def new_draw(step: int, sigma: float = 1e-2) -> None:
-        generation.trainer.aqn.draw = NoiseDraw(sigma, 0, step, 0)
-        generation.sync_noise()
-
-    def both(step: int) -> None:
-        generation.sync_weights()
-        new_draw(step)
-
-    for step in range(count):
-        randomize(generation.model)
-        times["adapter"].append(seconds(generation.sync_weights, DEVICE))
-        times["norms_new_draw"].append(seconds(lambda step=step: new_draw(1000 + step), DEVICE))
-        times["both"].append(seconds(lambda step=step: both(step), DEVICE))
-    new_draw(0, 0.0)
-    return {name: [round(1e3 * t, 2) for t in values] for name, values in times.items()}
-
-
-def run_case(case: Case, options: argparse.Namespace) -> None:
-    """Do each turn that comes by standard input, and answer with all that is known so far. Ends when the one that gives turns is gone."""
-    import vllm.entrypoints.llm
-
+def run_case(case: Case, repeats: int, step_tokens: int) -> dict[str, Any]:
+    """Build the engine and time its batches, the smallest first."""
     vocabulary = model_config(case.size)["vocab_size"]
-    # TRL's GRPOTrainer has no other value than that of the others
-    step_tokens = options.step_tokens if case.name.startswith("ours") else MAX_BATCHED_TOKENS
+    ours = case.name.startswith("ours")
     result: dict[str, Any] = {
-        "case": case.name,
-        "step_tokens": step_tokens,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "measure_s": 0.0,
+        "step_tokens": step_tokens if ours else MAX_BATCHED_TOKENS,
         "tokens_per_s": {},
         "left_out": {},
     }
-    llm = request = ours = None
-    print("\nRESULT " + json.dumps(result), flush=True)
-    for turn in map(str.strip, sys.stdin):
-        started = time.time()
-        if turn == BUILD:
-            llm, request, ours = build(case, step_tokens)
-            result["gpu"] = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
-            result["load_s"] = round(time.time() - started, 1)
-        elif turn == WARM:
-            if ours is not None:
-                result["sync_ms"] = time_syncs(ours)
-            rollout(llm, request, vocabulary, 16, 8)  # a prefill step of full size
-        elif turn == LAST and PREFILL in result["tokens_per_s"]:
-            result["prefill_s"] = {PREFILL: round(rollout(llm, request, vocabulary, PREFILL, 1), 4)}
-        elif turn.isdigit() and int(turn) not in result["left_out"]:
-            batch, why = int(turn), None
-            if result["measure_s"] >= SECONDS:
-                why = f"{SECONDS:g} s of measuring were over"
-            else:
-                try:
-                    result["tokens_per_s"][batch] = speeds(llm, request, vocabulary, batch, options.repeats)
-                except torch.OutOfMemoryError as error:
-                    why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            result["measure_s"] = round(result["measure_s"] + time.time() - started, 1)
-            result["left_out"] |= {rest: why for rest in case.batches if why and rest >= batch}
-        if DEVICE == "cuda":
-            result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 1)
-        print("\nRESULT " + json.dumps(result), flush=True)
-        if turn == LAST:
+    started = time.time()
+    llm, request, _trainer = build(case, result["step_tokens"])
+    result["load_s"] = round(time.time() - started, 1)
+    rollout(llm, request, vocabulary, 16, 8)  # a prefill step of full size
+    started = time.time()
+    for batch in case.batches:
+        why = f"{SECONDS:g} s of measuring were over" if time.time() - started >= SECONDS else ""
+        try:
+            result["tokens_per_s"] |= {} if why else {batch: speeds(llm, request, vocabulary, batch, repeats)}
+        except torch.OutOfMemoryError as error:
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if why:
+            result["left_out"] = {rest: why for rest in case.batches if rest >= batch}
             break
-    os._exit(0)  # vLLM's own end can hang
+    if PREFILL in result["tokens_per_s"]:
+        result["prefill_s"] = {PREFILL: round(rollout(llm, request, vocabulary, PREFILL, 1), 4)}
+    if DEVICE == "cuda":
+        result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 1)
+    return result
 
 
 def speeds(llm, request, vocabulary: int, batch: int, repeats: int) -> list[float]:
@@ -305,133 +250,53 @@ def speeds(llm, request, vocabulary: int, batch: int, repeats: int) -> list[floa
     return [round(batch * NEW / t, 1) for t in times]
 
 
-# --- all of them -------------------------------------------------------------------------------------------------------------------------
+# --- all of them ---
 
 
-class Engine:
-    """The process of a case. `found`: its last answer. `failed`: why it gives no more.
-
-    Args:
-        timeout: seconds that a turn may take; then its process is killed.
-    """
-
-    def __init__(self, case: Case, command: list[str], port: int, timeout: float) -> None:
-        self.case, self.timeout, self.found, self.failed = case, timeout, dict[str, Any](), ""
-        # TRL's search for a free port is a race between them
-        environment = os.environ | common.ENVIRONMENT | {"MASTER_PORT": str(port)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment, **pipes)
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                self._answers.put(json.loads(line.removeprefix("RESULT ")))
-        self._answers.put(None)
-
-    def give(self, turn: object) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(f"{turn}\n")
-            self.process.stdin.flush()
-
-    def wait(self, turn: object) -> None:
-        """For the answer to a turn."""
-        if self.failed:
-            return
-        try:
-            answer = self._answers.get(timeout=self.timeout)
-        except queue.Empty:
-            self.process.kill()
-            self.failed = f"killed after {self.timeout:g} s of its turn `{turn}`"
-            return
-        if answer is None:
-            self.failed = f"its process ended with {self.process.wait()} in its turn `{turn}`"
-        else:
-            self.found = answer
-
-    def end(self) -> None:
-        try:
-            self.process.wait(self.timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.failed:
-            print(f"CASE {self.case.name} FAILED: {self.failed}", flush=True)
-
-
-def command(case: Case, options: argparse.Namespace) -> list[str]:
-    """The command line of a case's process."""
-    told = {"--case": f"{case.name}:{','.join(map(str, case.batches))}", "--repeats": options.repeats}
-    told |= {"--step-tokens": options.step_tokens, "--out": options.out}
-    return [sys.executable, __file__, *(str(word) for pair in told.items() for word in pair)]
-
-
-def measure(stages: list[list[Case]], options: argparse.Namespace) -> None:
-    """Runs the stages one after the other, and adds what they measure to `options.out`."""
+def measure(cases: list[Case], options: argparse.Namespace) -> None:
+    """Run the cases and add their measurements to `options.out`."""
     before = json.loads(options.out.read_text()) if options.out.exists() else None
     head = common.head(DEVICE, options.commit)
     run_name = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {(head['commit'] or 'unknown')[:7]}"
-    cases = [case for stage in stages for case in stage]
-    ports = common.free_ports(len(cases))
-    engines = {
-        case.name: Engine(case, command(case, options), port, options.timeout)
-        for case, port in zip(cases, ports, strict=True)
-    }
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, Any] = {}
+    words = {case.name: f"{case.name}:{','.join(map(str, case.batches))}" for case in cases}
 
-    def save() -> dict[str, dict[str, Any]]:
-        found, failed = {}, {}
-        for number, stage in enumerate(stages):
-            for engine in [engines[case.name] for case in stage]:
-                if not engine.found.get("tokens_per_s"):
-                    failed |= {engine.case.name: engine.failed} if engine.failed else {}
-                    continue
-                one = found[engine.case.name] = engine.found | {"stage": number}
-                missing = {str(b) for b in engine.case.batches} - one["tokens_per_s"].keys() - one["left_out"].keys()
-                why = dict.fromkeys(sorted(missing, key=int), engine.failed) if engine.failed else {}
-                one["left_out"] = one["left_out"] | why
+    def start(name: str) -> tuple[list[str], dict[str, str]]:
+        told = ["--case", words[name], "--repeats", options.repeats, "--step-tokens", options.step_tokens, "--out", "-"]
+        environment = common.ENVIRONMENT | {"MASTER_PORT": str(common.free_ports(1)[0])}
+        return [sys.executable, __file__, *map(str, told)], environment
+
+    for name, row in common.results_of(list(words), start, limit=options.timeout):
+        if "failed" in row:
+            failed[name] = row["failed"]
+        else:
+            found[name] = row
+        print(name, row.get("tokens_per_s") or row, flush=True)
         if found:
             run = {**head, "order": ORDER, "failed": failed}
             common.save(added(before, run_name, run, found), options.out)
-        return found
-
-    for stage in stages:
-        together = [engines[case.name] for case in stage]
-        for engine in together:
-            engine.wait("import")
-        for engine in together:
-            engine.give(BUILD)
-        for engine in together:
-            engine.wait(BUILD)
-        names = [case.name for case in stage]
-        for name, turn in [*((name, WARM) for name in names), *turns(stage), *((name, LAST) for name in names)]:
-            engines[name].give(turn)
-            engines[name].wait(turn)
-            save()
-        for engine in together:
-            engine.end()
-    if not save():
-        failed = {name: engine.failed for name, engine in engines.items()}
+    if not found:
         sys.exit(f"Nothing was measured: {failed}. {options.out} is as it was.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="NAME:SIZE or NAME:SIZE:BATCHES, with `then` between stages")
+    parser.add_argument("cases", nargs="*", help="NAME:SIZE or NAME:SIZE:BATCHES")
     parser.add_argument("--repeats", type=int, default=3, help=f"at most; none after {ENOUGH:g} s")
-    parser.add_argument("--step-tokens", type=int, default=LARGER_STEPS[0], help="that a step of ours may process")
+    parser.add_argument("--step-tokens", type=int, default=LARGER_STEPS[0], help="tokens of a step of ours")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="recorded in the result")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds that a build, or a turn, may take")
+    parser.add_argument("--timeout", type=float, default=420, help="seconds of a case")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        run_case(stages_of([options.case])[0][0], options)
+        common.give(run_case(cases_of([options.case])[0], options.repeats, options.step_tokens))
     try:
-        stages = stages_of(options.cases)
+        cases = cases_of(options.cases)
     except ValueError as error:
         parser.error(str(error))
-    measure(stages, options)
+    measure(cases, options)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""GRPO steps on several GPUs in every layout, ours and stock TRL's twin: seconds per phase, sync, sequences per second, memory of each GPU.
+"""GRPO steps on several GPUs in every layout, ours and stock TRL's: seconds per phase, memory of each GPU.
 
-    python benchmarks/several_gpus.py --output multi_gpu_h200x2.json                                # what fits into 9 minutes
-    python benchmarks/several_gpus.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
-    python benchmarks/several_gpus.py --modes ours-fsdp2-tp2 --shape 70b --output FILE              # a row of its own, as with --sequences
-    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape 1.5b --cold --output FILE    # starts with nothing compiled
-    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
+    python benchmarks/several_gpus.py --output multi_gpu_h200x2.json      # as many modes as fit into 9 minutes
+    python benchmarks/several_gpus.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json
+    python benchmarks/several_gpus.py --modes ours-fsdp2-tp2 --shape 70b --output FILE
+    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape 1.5b --cold --output FILE
+    python benchmarks/several_gpus.py --modes ours-one ours-dp --shape tiny --device cpu       # dry run
 
-    one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
-    dp       a process and an engine on each                  tp2      as dp, with one engine of two shards
-    server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2, where deepspeed is installed
-    dp4      as dp, on four                                   fsdp2-4  as fsdp2, over four
-                                                              fsdp2-tp2  as fsdp2, with one engine of two shards
+    one        one GPU, engine in the process
+    dp, dp4    a process and an engine on each of two, or four
+    server     the trainer on one GPU, a server on the other
+    fsdp2, fsdp2-4    FSDP 2 over two, or four, an engine in each process
+    tp2, fsdp2-tp2    as dp and fsdp2, with one engine of two shards
+    zero2      as dp, under DeepSpeed ZeRO-2, where deepspeed is installed
 
-Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a `QeRLGRPOTrainer` with its defaults on
-an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
-8 completions (--sequences) of 512 tokens per process and step. What is measured, and how, is step.py's. A mode is a process group of its own with a
-limit of time; one that fails or is late leaves a row that says so, with the steps that it took. One that this machine cannot run is skipped,
-with the reason. The checkpoints are kept between calls (`--models`).
+`accelerate launch` starts the processes with the configurations of examples/accelerate; models and settings are those
+of step.py, which also measures; 8 completions (--sequences) of 512 tokens per process and step. A mode has a limit of
+time; a failure is a row with the steps so far. A mode that this machine cannot run is skipped. Rows of other modes stay
+in the file; checkpoints are kept between calls (`--models`). `--cold`: nothing is compiled before.
 """
 
 import argparse
@@ -40,13 +40,13 @@ import step
 from models import SHAPES, write_checkpoint
 
 SEQUENCES, NEW, PROMPT, RANK, SHAPE = 8, 512, 256, 32, "7b"
-#: what names the folders in which compiled code is kept
+#: variables with the folders of compiled code
 COMPILED = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
-#: seconds that all modes may take together, and that one needs at least with everything compiled
+#: seconds of all modes together, and what one needs at least with everything compiled
 TOTAL, LEAST = 540, 90
 ACCELERATE = common.ROOT / "examples" / "accelerate"
 SERVER_LOG, SERVER_PID = "server.log", "server.pid"
-#: when this process was started, and seconds from then on until the mode's server answered
+#: start of this process, and seconds until the server answered
 STARTED, SERVER_READY = time.perf_counter(), list[float]()
 
 
@@ -57,7 +57,7 @@ class Mode(NamedTuple):
     options: dict[str, Any]
 
 
-#: those that say most come first: time may be short
+#: the most informative come first: time may be short
 LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "dp": (2, "data_parallel_2", {}),
     "server": (1, None, {"vllm_mode": "server"}),
@@ -73,7 +73,7 @@ MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items()
 
 
 def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = False) -> str:
-    """A mode's row is called as the mode; where shape and sequences are not the default, or nothing was compiled, it says so."""
+    """Name of a row: the mode, and shape, sequences and `cold` where they are not the default."""
     return mode + f"-{shape}" * (shape != SHAPE) + f"-of-{sequences}" * (sequences != SEQUENCES) + "-cold" * cold
 
 
@@ -81,7 +81,7 @@ def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = Fal
 ORDER = [row_name(mode, shape) for shape in (SHAPE, *SHAPES) for mode in MODES]
 
 
-# --- one process of a mode ---------------------------------------------------------------------------------------------------------------
+# --- one process of a mode ------------------------------------------------------------------------
 
 
 def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, callback: Any) -> Any:
@@ -94,11 +94,12 @@ def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, ca
     longest = 4 * prompt + case.new
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     options: dict[str, Any] = {
-        "output_dir": str(folder / "run"), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
-        "per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.batch // case.micro,
+        "output_dir": str(folder / "run"), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu,
+        "bf16": not cpu, "per_device_train_batch_size": case.micro,
+        "gradient_accumulation_steps": case.batch // case.micro, "max_steps": step.STEPS,
         "num_generations": case.batch, "max_completion_length": case.new, "learning_rate": 1e-5,
         # vLLM takes at most 128 tokens that end a completion beside min_tokens, and the checkpoint has thousands
-        "generation_kwargs": {"ignore_eos": True} if use_vllm else {"min_new_tokens": case.new}, "max_steps": step.STEPS,
+        "generation_kwargs": {"ignore_eos": True} if use_vllm else {"min_new_tokens": case.new},
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         "vllm_max_model_length": longest, **mode.options,
     }  # fmt: skip
@@ -126,7 +127,7 @@ def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, ca
 
 
 def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, cpu: bool) -> str:
-    """On the second GPU: the command that our trainer prints, or TRL's. Its process is a group of its own, ended by `run_mode`."""
+    """Start our server or TRL's on the second GPU, in its own process group, which `run_mode` ends."""
     log, gpu = folder / SERVER_LOG, None if cpu else os.environ["QERL_SERVER_GPU"]
     if mode.who == "ours":
         more = ["--gpu-memory-utilization", "0.1", "--enforce-eager"] if cpu else []
@@ -141,7 +142,7 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
 
 
 def await_server(process: Any, url: str, log: Path) -> None:
-    """Next to the trainer, which loads its model meanwhile and then waits for the same answer; a server that ends, ends it."""
+    """Wait in a thread while the trainer loads its model; end the process if the server ends."""
     try:
         common.wait(process, url, log, 240)  # less than a mode's limit: the error says what the server said
         SERVER_READY.append(round(time.perf_counter() - STARTED, 1))
@@ -165,25 +166,14 @@ def work(name: str, model: str, folder: Path, shape: str, device: str, steps: in
     row = step.measure(case, device, partial(build, mode, model, folder))
     if mode.options.get("vllm_mode") == "server":
         row["server_ready"] = SERVER_READY[0]
-        if device == "cuda":
-            row["server_gib"] = round(in_use(os.environ["QERL_SERVER_GPU"]) / step.GIB, 2)
     common.save(row, folder / f"{rank}.json")
 
 
-def in_use(gpu: str) -> int:
-    """Bytes of a GPU that somebody uses, by its index or UUID."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    named = pynvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-    return int(pynvml.nvmlDeviceGetMemoryInfo(named(int(gpu) if gpu.isdigit() else gpu)).used)
-
-
-# --- all of them -------------------------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def why_not(name: str, device: str, gpus: int) -> str | None:
-    """Why this machine cannot run a mode."""
+    """Reason why this machine cannot run a mode, or None."""
     mode = MODES[name]
     if mode.config is not None and mode.config.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed"
@@ -207,7 +197,7 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
 
 
 def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
-    """The base, written at the first call."""
+    """Folder of the base, written at the first call."""
     folder = models / f"{shape}-{who}"
     if not folder.exists():
         begun = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -264,12 +254,10 @@ def run_mode(name: str, told: dict[str, Any], limit: float, cold: bool = False) 
             common.end(int((folder / SERVER_PID).read_text()))
     took = {"name": name, "seconds_in_all": round(time.monotonic() - started, 1)}
     if not all(path.exists() for path in files):
-        lines = {path.name: common.said_in(path) for path in (log, folder / SERVER_LOG) if path.exists()}
-        errors = [line[:600] for those in lines.values() for line in common.errors_of(those)]
+        lines = [line for path in (log, folder / SERVER_LOG) if path.exists() for line in common.said_in(path)]
         why = f"not done in {limit:.0f} s" if ended is None else f"ended with code {ended}"
-        last = {which: [line[:300] for line in those[-40:]] for which, those in lines.items()}
-        failed = [why, *dict.fromkeys(errors)][:6]
-        return took | {"failed": failed, "last_lines": last, "steps": common.steps_of(log)}
+        failed = [why, *dict.fromkeys(line[:600] for line in common.errors_of(lines))][:6]
+        return took | {"failed": failed, "last_lines": lines[-40:], "steps": common.steps_of(log)}
     rows = [json.loads(path.read_text()) for path in files]
     shutil.rmtree(folder, ignore_errors=True)
     first = rows[0]
@@ -289,7 +277,8 @@ def line(row: dict[str, Any]) -> str:
             return f"{row['name']:<18} {what}: {row[what]}"
     median = row["median"]
     phases = "  ".join(f"{name} {median[name]:.3f}" for name in ("step", "rollout", "sync", "update"))
-    return f"{row['name']:<18} {phases}  {row['sequences_per_second']:.2f} sequences/s, {row['gib']} GiB, start {row['start']:.0f} s"
+    speed = f"{row['sequences_per_second']:.2f} sequences/s"
+    return f"{row['name']:<18} {phases}  {speed}, {row['gib']} GiB, start {row['start']:.0f} s"
 
 
 def main() -> int:

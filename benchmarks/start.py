@@ -1,14 +1,13 @@
-"""Seconds from the start of the process to the first sampled token: a QeRL trainer with vLLM in its process, and plain vLLM in the same run.
+"""Seconds from the start of a process to its first sampled token: a QeRL trainer with colocated vLLM, and vLLM alone.
 
-    python benchmarks/start.py --out results/start_time.json                      # 7B on a GPU, about 8 minutes
-    python benchmarks/start.py --out /tmp/start.json --shape tiny --device cpu    # does it run at all
+    python benchmarks/start.py --out results/start_h200.json                      # 7B on a GPU, about 8 minutes
+    python benchmarks/start.py --out /tmp/start.json --shape tiny --device cpu    # dry run
 
-Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise, CUDA graphs as vLLM captures them) and `vllm` (bf16, the engine alone).
-Each runs twice, each time in a process of its own: `cold` with empty caches of Triton, of torch.compile and of vLLM, then `warm` with those that
-the cold run left. Python's files are in the page cache either way: an
-import that is not measured comes first. `imports` are the import statements of a user's script; `collector_s` is what Python's search for
-garbage takes of imports and of all before the first token. Then as many sequences as one rollout has, of 100 random tokens each, to the first
-token and again, and a whole rollout of 32 tokens, twice; what a second call no longer takes was compilation.
+Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise) and `vllm` (bf16, the engine alone), both
+with CUDA graphs. Each runs in two processes: `cold` with empty caches of Triton, torch.compile and vLLM, then `warm`
+with those of the cold run. An unmeasured import comes first, so that Python's files are in the page cache. `imports`
+are the import statements of a user's script. Then one rollout's sequences, of 100 random tokens each, run to the first
+token and for 32 tokens, each twice; the difference was compilation.
 """
 
 import argparse
@@ -65,23 +64,18 @@ def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
 
     from qerl_trl import trainer as trainer_module
     from qerl_trl.noise.callback import AQNCallback
-    from qerl_trl.rollout import generation
-    from qerl_trl.rollout.vllm import compile_ahead
+    from qerl_trl.rollout.generation import QeRLVLLMGeneration
     from qerl_trl.rollout.vllm import engine as in_process
 
-    clock.watch(generation.QeRLVLLMGeneration, "_init_vllm", "engine and probe")
+    clock.watch(QeRLVLLMGeneration, "_init_vllm", "engine and probe")
     clock.watch(in_process, "SharedLLM", "  LLM(...)")
-    clock.watch(compile_ahead, "precompile", "    kernels")
-    clock.watch(in_process, "fuse_storage", "  one storage")
-    clock.watch(generation.QeRLVLLMGeneration, "run_probe", "  probe")
-    clock.watch(generation.QeRLVLLMGeneration, "sync_weights", "    adapter into the engine")
+    clock.watch(QeRLVLLMGeneration, "run_probe", "  probe")
+    clock.watch(QeRLVLLMGeneration, "probe_noise", "noise: probe")
     clock.watch(grpo_trainer, "create_model_from_path", "weights, quantized while they load")
-    clock.watch(grpo_trainer, "get_peft_model", "adapter")
     clock.watch(trainer_module, "plan_trainer", "plan of memory")
-    clock.watch(trainer_module.base_identity, "shared_base_sha256", "fingerprint of the base")
+    clock.watch(trainer_module.fingerprint, "shared_base_sha256", "fingerprint of the base")
     clock.watch(AQNCallback, "attach", "noise: find the norms")
-    clock.watch(generation.QeRLVLLMGeneration, "probe_noise", "noise: probe")
-    clock.watch(trainer_module, "prepare", "update: fuse, pack, compile")
+    clock.watch(trainer_module, "prepare_updates", "update: fuse, pack, compile")
     trainer = clock.part("trainer", lambda: build(checkpoint, device))
     engine, vocabulary = trainer.vllm_generation, trainer.model.config.vocab_size
 
@@ -102,9 +96,10 @@ def build(checkpoint: Path, device: str) -> Any:
 
     cpu = {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
     arguments = QeRLConfig(
-        output_dir=tempfile.mkdtemp(), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=MAX_LENGTH, max_completion_length=NEW,
-        per_device_train_batch_size=8, gradient_accumulation_steps=max(SEQUENCES) // 8, num_generations=8,
-        model_init_kwargs={"dtype": "bfloat16"}, bf16=True, use_cpu=device == "cpu", report_to=[], **(cpu if device == "cpu" else {}),
+        output_dir=tempfile.mkdtemp(), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=MAX_LENGTH,
+        max_completion_length=NEW, per_device_train_batch_size=8, gradient_accumulation_steps=max(SEQUENCES) // 8,
+        num_generations=8, model_init_kwargs={"dtype": "bfloat16"}, bf16=True, use_cpu=device == "cpu", report_to=[],
+        **(cpu if device == "cpu" else {}),
     )  # fmt: skip
     return QeRLGRPOTrainer(
         model=str(checkpoint),
@@ -122,8 +117,8 @@ def start_vllm(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
     llm = clock.part(
         "LLM(...)",
         lambda: LLM(
-            str(checkpoint), dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=max(SEQUENCES), max_num_batched_tokens=4096,
-            logprobs_mode="processed_logprobs", **options,
+            str(checkpoint), dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=max(SEQUENCES),
+            max_num_batched_tokens=4096, logprobs_mode="processed_logprobs", **options,
         ),
     )  # fmt: skip
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
@@ -137,7 +132,7 @@ def start_vllm(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
 
 
 def imports(case: str) -> None:
-    """Those of a user's script."""
+    """Import statements of a user's script."""
     if case == "ours":
         from qerl_trl import QeRLConfig, QeRLGRPOTrainer  # noqa: F401
     else:
@@ -145,9 +140,8 @@ def imports(case: str) -> None:
 
 
 def run_case(case: str, work: Path, device: str, started: float) -> dict[str, Any]:
-    clock, collector = Clock(started), common.Garbage()
+    clock = Clock(started)
     clock.part("imports", lambda: imports(case))
-    collected = {"imports": round(collector.seconds, 2)}
     start = start_ours if case == "ours" else start_vllm
     rollout = start(clock, work / "checkpoint", device)
     found: dict[str, Any] = {"ready_s": clock.now(), "first_token_s": 0.0, "rollouts": []}
@@ -161,10 +155,9 @@ def run_case(case: str, work: Path, device: str, started: float) -> dict[str, An
         for tokens in (1, NEW):
             first = seconds(sequences, tokens)
             found["first_token_s"] = found["first_token_s"] or clock.now()
-            collected.setdefault("first token", round(collector.seconds, 2))
             row = {"sequences": sequences, "tokens": tokens, "first_s": first, "again_s": seconds(sequences, tokens)}
             found["rollouts"].append(row)
-    return found | {"total_s": clock.now(), "parts": clock.parts, "collector_s": collected}
+    return found | {"total_s": clock.now(), "parts": clock.parts}
 
 
 def environment(caches: Path, device: str) -> dict[str, str]:

@@ -1,24 +1,23 @@
-"""Whole GRPO steps on random weights in the Qwen2.5 shapes: seconds per phase and peak memory, ours as shipped and stock TRL.
+"""Whole GRPO steps on random weights in the Qwen2.5 shapes: seconds per phase and peak memory, ours and stock TRL.
 
     python benchmarks/step.py --output step_h200.json                          # all cases, one GPU each at a time
     python benchmarks/step.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
     python benchmarks/step.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
-    python benchmarks/step.py --only ours-tiny stock-tiny --device cpu         # dry run; `--profile`: step_profile.py
+    python benchmarks/step.py --only ours-tiny stock-tiny --device cpu         # dry run
 
-A case is a process of its own: up to `STEPS` optimizer steps, fewer where `ENOUGH` seconds have passed. `ours-*` is a `QeRLGRPOTrainer`
-with its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape in bf16, the
-same LoRA and its own colocated vLLM with 0.4 of the GPU. Prompts have 256 tokens, completions exactly as many as a case says
-(`ignore_eos`). In `ragged` cases the engine generates a few tokens, and completions are filled with random tokens up to drawn lengths, the
-same ones for both: only the update's seconds mean something then. The adapter has rank 32 on every linear layer.
+A case is a process: up to `STEPS` optimizer steps, fewer after `ENOUGH` seconds. `ours-*` is a `QeRLGRPOTrainer` with
+its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape
+in bf16, the same LoRA (rank 32, every linear layer) and colocated vLLM with 0.4 of the GPU. Prompts have 256 tokens,
+completions exactly as many as the case says (`ignore_eos`). In `ragged` cases the engine generates a few tokens and
+completions are filled with random tokens up to drawn lengths, the same for both: only the seconds of the update mean
+something there.
 
-Every phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or merged weights
-into the engine), `reward`, `scoring` (what a rollout's log-probabilities and advantages take), and `update`, which is all else of a step.
-`garbage` is what Python's collector took of a step, within its phases, and `passes` how many forward passes over the trained model it made.
-`median` is over the steps from the third on. `profiles` in the file are of steps that were traced, with the commit of each.
-
-`measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` the
-process sees a GPU of that many GiB, and torch's allocator is limited to them (not where the engine sleeps: torch counts a KV cache that is
-not there then).
+A phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or
+merged weights into the engine), `reward`, `scoring` (log-probabilities and advantages of a rollout), `update` (the rest
+of the step). `garbage` is the share of Python's collector, `passes` the forward passes over the trained model. `median`
+is over the steps from the third on. `measured_gib`: the peak of the process by NVML, all phases; `planned_gib`:
+`qerl-trl plan`. With `cap` the process sees a GPU of that size, and torch's allocator is limited to it (not where the
+engine sleeps: torch would count a KV cache that is not there).
 """
 
 import argparse
@@ -38,10 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import common
-import step_profile
 
 from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
 from qerl_trl.memory.workload import Lengths, Workload, workload_of
+from qerl_trl.support.phases import PhaseTimer
 
 STEPS, ENOUGH = 5, 150
 #: seconds that one case may take, all of them together, and before whose end none is started
@@ -57,7 +56,9 @@ GENERATED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`batch` completions of `new` tokens per step (`ragged`: up to `new`), `micro` per backward pass, GiB of the GPU (`cap`)."""
+    """`batch` completions of `new` tokens per step (`ragged`: up to `new`), `micro` per backward pass, GiB of the GPU
+    (`cap`).
+    """
 
     who: str
     size: str
@@ -75,9 +76,13 @@ def _both(name: str, *case: Any, **options: Any) -> dict[str, Case]:
     return {f"{who}-{name}": Case(who, *case, base_format=base, **options) for who, base in formats.items()}
 
 
-#: what `qerl-trl plan` proposes where memory is short; with 1024 instead of 4096 tokens of prompts at a time more sequences have room
-LEAST = (("vllm_enable_sleep_mode", True), ("optim", "adamw_8bit"), ("vllm_engine_kwargs", {"max_num_batched_tokens": 1024}))  # fmt: skip
-#: 80 layers of random weights amplify a rounding to 0.2 nats per token, more than two halves of one trained policy may differ by
+#: what `qerl-trl plan` proposes where memory is short; fewer tokens of prompts at a time leave room for more sequences
+LEAST = (
+    ("vllm_enable_sleep_mode", True),
+    ("optim", "adamw_8bit"),
+    ("vllm_engine_kwargs", {"max_num_batched_tokens": 1024}),
+)
+#: 80 layers of random weights amplify a rounding to 0.2 nats per token, above the mismatch limit
 UNTRAINED = (("rollout_mismatch_threshold", None),)
 #: the longest first
 CASES = {
@@ -89,7 +94,7 @@ CASES = {
     **_both("7b-ragged", "7b", 64, 1024, 8, ragged=True),
     **_both("7b-8x512", "7b", 8, 512, 8),
 }
-#: those that are measured only by name. 70b: Llama-3-70B's shape, in one GPU's memory alone: nothing of it is written to a disk
+#: measured only by name; 70b has Llama-3-70B's shape and is never written to a disk
 ALL = CASES | {
     "ours-70b-8x512": Case("ours", "70b", 8, 512, 8, options=UNTRAINED),
     **_both("tiny", "dry", 8, 12, 4),
@@ -99,11 +104,11 @@ ALL = CASES | {
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
 
 
-# --- also of memory.py, checks_cost.py and faults_gpu.py ---------------------------------------------------------------------------------
+# --- also used by memory.py ---
 
 
 class Peak:
-    """The most that this process takes of the GPU, in all and in each phase, looked at every so many seconds."""
+    """Peak of this process's GPU memory in each phase, sampled by NVML."""
 
     def __init__(self, every: float = 0.01) -> None:
         import pynvml
@@ -135,7 +140,7 @@ class Peak:
 
 
 def show_a_card_of(size: int, peak: Peak) -> None:
-    """Runs side by side each see a GPU of their own: `torch.cuda.mem_get_info` counts this process only."""
+    """Runs side by side each see their own GPU: `torch.cuda.mem_get_info` counts this process only."""
     import torch
 
     def of_that_size(device: Any = None) -> tuple[int, int]:
@@ -145,7 +150,7 @@ def show_a_card_of(size: int, peak: Peak) -> None:
 
 
 def tokenizer() -> Any:
-    """One token per word."""
+    """A tokenizer with one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -158,7 +163,7 @@ def tokenizer() -> Any:
 
 
 def prompts(longest: int, count: int = 64) -> Any:
-    """Of `longest` tokens each."""
+    """Prompts of `longest` tokens each."""
     from datasets import Dataset
 
     draw = random.Random(0)
@@ -167,7 +172,7 @@ def prompts(longest: int, count: int = 64) -> Any:
 
 
 def plan_of_shape(size: str, work: Workload, gpu: Gpu | None) -> MemoryPlan:
-    """From the shape alone, as `qerl-trl plan` does it; `size` of `models.CONFIGS`."""
+    """Memory plan from the shape alone, as `qerl-trl plan` makes it."""
     from models import folder
 
     from qerl_trl.memory.formulas import shape_of
@@ -176,7 +181,7 @@ def plan_of_shape(size: str, work: Workload, gpu: Gpu | None) -> MemoryPlan:
 
 
 def trainer_of(size: str, settings: dict[str, Any], data: Any, device: str, stock: bool = False, callbacks: Any = ()):
-    """A trainer on a random model that is on no disk, with a rank-32 adapter on every linear layer."""
+    """A trainer on a random model in memory, with a rank-32 adapter on every linear layer."""
     import models
     from peft import LoraConfig
 
@@ -205,10 +210,8 @@ def trainer_of(size: str, settings: dict[str, Any], data: Any, device: str, stoc
 
 
 def fill_completions(trainer: Any, sequences: int, lengths: Callable[[int], list[int]]) -> None:
-    """Let the engine generate a few tokens for as many prompts as it has sequences, and fill the completions with random tokens.
-
-    Args:
-        lengths: of so many completions, in tokens.
+    """Generate a few tokens for `sequences` prompts, and fill the completions with random tokens up to
+    `lengths(count)`.
     """
     generation = trainer.vllm_generation
     generate, draw = generation.generate, random.Random(1)
@@ -228,11 +231,11 @@ def fill_completions(trainer: Any, sequences: int, lengths: Callable[[int], list
     generation.generate = filled
 
 
-# --- one case, in a process of its own ---------------------------------------------------------------------------------------------------
+# --- one case, in its process ---
 
 
 def ragged_lengths(longest: int, seed: int = 0) -> Iterator[int]:
-    """Tokens per completion, log-normal, from 1 to `longest`; the mean falls a little short of `MEAN` where the tail is cut."""
+    """Tokens per completion, log-normal, from 1 to `longest`."""
     draw = random.Random(seed)
     while True:
         mean = min(MEAN, longest // 4)
@@ -240,15 +243,16 @@ def ragged_lengths(longest: int, seed: int = 0) -> Iterator[int]:
 
 
 def settings(case: Case, cpu: bool) -> dict[str, Any]:
-    """Of the trainer, TRL's and (for ours) those that only we have."""
+    """Arguments of the trainer, TRL's and (for ours) our own."""
     use_vllm = not (cpu and case.who == "stock")  # stock TRL cannot sync into an engine on a CPU
     exact = {"ignore_eos": True, "min_tokens": case.new} if use_vllm else {"min_new_tokens": case.new}
     chosen: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
-        "per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.batch // case.micro,
-        "num_generations": min(GENERATIONS, case.batch), "max_completion_length": case.new, "learning_rate": 1e-5,
-        "generation_kwargs": None if case.ragged else exact, "max_steps": STEPS, "logging_steps": 1, "report_to": "none",
-        "save_strategy": "no", "disable_tqdm": True,
+        "output_dir": tempfile.mkdtemp(), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu,
+        "bf16": not cpu, "per_device_train_batch_size": case.micro,
+        "gradient_accumulation_steps": case.batch // case.micro, "num_generations": min(GENERATIONS, case.batch),
+        "max_completion_length": case.new, "learning_rate": 1e-5, "max_steps": STEPS, "logging_steps": 1,
+        "generation_kwargs": None if case.ragged else exact, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True,
     } | dict(case.options)  # fmt: skip
     if case.who == "ours":
         chosen |= {"base_format": case.base_format, "aqn_num_stages": 2}
@@ -260,7 +264,7 @@ def settings(case: Case, cpu: bool) -> dict[str, Any]:
 
 
 def plan_of(case: Case) -> MemoryPlan:
-    """What is planned for a case of ours, as its own trainer plans on a GPU of this size; needs no GPU."""
+    """The plan that the trainer of a case of ours makes on a GPU of its size; needs no GPU."""
     from qerl_trl import QeRLConfig
 
     args = QeRLConfig(**settings(case, cpu=False) | {"use_cpu": True, "bf16": False})
@@ -275,10 +279,34 @@ def build_trainer(case: Case, device: str, callback: Any) -> Any:
     return trainer_of(case.size, options, prompts(PROMPT, 256), device, case.who == "stock", [callback])
 
 
-def measure(
-    case: Case, device: str, build: Callable[[Case, str, Any], Any] | None = None, profile: bool = False
-) -> dict[str, Any]:
-    """Build the trainer (with `build` in place of `build_trainer`), take steps, and say what they took; with `profile` trace one more."""
+def time_phases(trainer: Any, synchronize: Callable[[], None]) -> PhaseTimer:
+    """Time the parts of a step; a nested part counts for itself only."""
+    timer = PhaseTimer("rollout", "sync", "reward", "scoring")
+
+    def wrap(owner: Any, name: str, phase: str) -> None:
+        inner = getattr(owner, name, None)
+        if inner is None:
+            return
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            synchronize()
+            with timer.phase(phase):
+                output = inner(*args, **kwargs)
+                synchronize()
+            return output
+
+        setattr(owner, name, timed)
+
+    wrap(trainer, "_generate", "rollout")
+    wrap(trainer, "_calculate_rewards", "reward")
+    wrap(trainer, "_generate_and_score_completions", "scoring")
+    for name in ("sync_weights", "sync_noise"):
+        wrap(getattr(trainer, "vllm_generation", None), name, "sync")
+    return timer
+
+
+def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] = build_trainer) -> dict[str, Any]:
+    """Build the trainer, take steps, and return their seconds and memory."""
     started = time.perf_counter()
     import torch
     from transformers import TrainerCallback
@@ -293,56 +321,42 @@ def measure(
             show_a_card_of(round(case.cap * GIB), peak)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows: list[dict[str, float]] = []
-
     garbage, passes, row = common.Garbage(), [0], dataclasses.asdict(case)
-    trace = step_profile.StepTrace(device) if profile else None
 
     class Clock(TrainerCallback):
-        began, timer = 0.0, step_profile.SpanTimer()
+        began, timer = 0.0, PhaseTimer()
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             synchronize()
             self.timer.take()
             garbage.seconds, passes[0] = 0.0, 0
             self.began = time.perf_counter()
-            if trace is not None:
-                trace.step_begins()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             synchronize()
-            if trace is not None and trace.running:
-                row["profile"] = trace.stop(self.timer.spans)
-                control.should_training_stop = True
-                return
             step = time.perf_counter() - self.began
             phases = self.timer.take()
             update = step - sum(phases.values())
             rows.append({"step": step, **phases, "update": update, "garbage": garbage.seconds, "passes": passes[0]})
             print(f"step {len(rows)}: {rows[-1]}", flush=True)
             enough = len(rows) == STEPS or (len(rows) > WARM and time.perf_counter() - started > ENOUGH)
-            if trace is None:
-                control.should_training_stop |= enough
-            elif enough:
-                if peak is not None:
-                    peak.phase = "trace"
-                trace.start()
+            control.should_training_stop |= enough
 
     clock = Clock()
-    trainer = (build or build_trainer)(case, device, clock)
+    trainer = build(case, device, clock)
     if case.ragged:
         lengths = ragged_lengths(case.new)
         fill_completions(trainer, case.batch, lambda count: [next(lengths) for _ in range(count)])
-    clock.timer = step_profile.time_phases(trainer, synchronize)
+    clock.timer = time_phases(trainer, synchronize)
     trainer.model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     if peak is not None:
         peak.phase = "train"
     ready = time.perf_counter()
-    trainer.args.max_steps += profile
     trainer.train()
     counted = rows[min(WARM, len(rows) - 1) :]
     median = {name: round(statistics.median(row[name] for row in counted), 4) for name in rows[0]}
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    names = ("completions/mean_length", "completions/max_length", "rollout/mismatch_kl", "grad_norm")  # fmt: skip
+    names = ("completions/mean_length", "completions/max_length", "rollout/mismatch_kl", "grad_norm")
     row |= {
         "start": round(ready - started, 1),
         "median": median | {"update_and_scoring": round(median["update"] + median["scoring"], 4)},
@@ -355,10 +369,9 @@ def measure(
         row["workload"] = dataclasses.asdict(plan.work)
         row["parts_gib"] = {p.name: [round(p.update / GIB, 3), round(p.rollout / GIB, 3)] for p in plan.parts}
     if peak is not None:
-        untraced = {phase: size for phase, size in peak.bytes.items() if phase != "trace"}
         row |= {
-            "measured_gib": round(max(untraced.values()) / GIB, 2),
-            "phases_gib": {phase: round(size / GIB, 2) for phase, size in untraced.items()},
+            "measured_gib": round(max(peak.bytes.values()) / GIB, 2),
+            "phases_gib": {phase: round(size / GIB, 2) for phase, size in peak.bytes.items()},
             "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
             "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
         }
@@ -383,7 +396,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(CASES))
     parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="Indices of the GPUs to use.")
-    parser.add_argument("--profile", action="store_true", help="Trace one more step of each case.")
     parser.add_argument("--limit", type=float, default=LIMIT, help="Seconds for one case.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
@@ -391,7 +403,7 @@ def main() -> int:
     parser.add_argument("--worker", choices=ALL, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        common.give(measure(ALL[options.worker], options.device, profile=options.profile))
+        common.give(measure(ALL[options.worker], options.device))
     origin = common.head(options.device, options.commit)
     record: dict[str, Any] = {"step": []}
     if options.output is not None and options.output.exists():
@@ -405,9 +417,7 @@ def main() -> int:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "MASTER_PORT": str(common.free_ports(1)[0]), "TMPDIR": str(folder),
             "CUDA_VISIBLE_DEVICES": str(of[name]),
         }  # fmt: skip
-        environment |= step_profile.environment(folder) if options.profile else {}
-        worker = [__file__, "--worker", name, "--device", options.device, *["--profile"] * options.profile]
-        return [sys.executable, *worker], environment
+        return [sys.executable, __file__, "--worker", name, "--device", options.device], environment
 
     names = list(options.only)
     for name, row in common.results_of(names, start, lambda *_: bool(free), options.limit, TOTAL, LAST):
@@ -416,10 +426,6 @@ def main() -> int:
         row["name"] = name
         print(line(row), flush=True)
         failed += "failed" in row
-        if "profile" in row:  # stays where it is when the case is timed again without one
-            traced = [old for old in record.get("profiles", []) if old["name"] != name]
-            part = {"name": name, "profile": row.pop("profile"), "commit": origin["commit"]}
-            record["profiles"] = sorted([*traced, part], key=lambda row: list(ALL).index(row["name"]))
         record["step"] = [old for old in record["step"] if old["name"] != name] + [row | origin]
         record["step"].sort(key=lambda row: list(ALL).index(row["name"]))
         common.save(record, options.output)

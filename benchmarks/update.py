@@ -1,23 +1,18 @@
-"""Forward and backward of one micro-batch of an update, ours and stock, in one run, on random weights in the Qwen2.5 shapes.
+"""Forward and backward of one micro-batch of an update, ours and stock, on random weights in the Qwen2.5 shapes.
 
-    python benchmarks/update.py --size 7b --out results/update_speed_h200.json --commit COMMIT
-    python benchmarks/update.py --size 7b --cases stock stock-torch-compile --limit 400 --out FILE
-    python benchmarks/update.py --size 7b --cases nvfp4-compiled-fused --modes checkpointed checkpointed-around --out FILE
-    python benchmarks/update.py --size tiny --device cpu --out FILE                         a dry run
+    python benchmarks/update.py --out results/update_h200.json --commit COMMIT
+    python benchmarks/update.py --cases stock stock-torch-compile --limit 400 --out FILE
+    python benchmarks/update.py --cases nvfp4-compiled-fused --modes checkpointed checkpointed-around --out FILE
+    python benchmarks/update.py --size tiny --device cpu --out FILE                   # dry run
 
-Cases (rank-32 LoRA on all seven projections, bf16 autocast, as TRL computes an update: log-probabilities of the completion through its fused
-head):
-    stock                  PEFT on a bf16 base, eager: what TRL runs
-    stock-torch-compile    the same with transformers' own torch_compile=True (the whole model); minutes, so only by name
-    bf16-compiled          bf16 base, decoder layers compiled (`update/compiled_layers.py`)
-    bf16-fused             bf16 base, LoRA linears with their own backward (`update/lora_linear.py`)
-    bf16-compiled-fused    both
-    nvfp4, nvfp4-compiled, nvfp4-fused, nvfp4-compiled-fused      the same on the NVFP4 base; `nvfp4` is PEFT in eager mode
+Cases (rank-32 LoRA on all seven projections, bf16 autocast; log-probabilities of the completion by TRL's fused head):
+`stock` is PEFT on a bf16 base in eager mode, as TRL runs it; `stock-torch-compile` the same with transformers'
+torch_compile=True (minutes, so only by name). `bf16-*` and `nvfp4-*` are on that base with decoder layers compiled
+(update/compiled_layers.py), LoRA layers fused (update/lora_linear.py), or both; `nvfp4` is PEFT in eager mode.
 
-Each is measured with gradient checkpointing (compiled layers recompute inside, as in the trainer; `checkpointed-around`: compiled layers with
-transformers' checkpoints around them), without, and as a forward alone, the cases in turns (the clock falls with the power), and the
-median is kept. `first_s`: the first call of a mode, with what it compiles. `peak_gib`: what a call takes
-beyond what the run holds, plus the case's own model. The fastest case without checkpointing is profiled as well.
+Modes: `checkpointed` (compiled layers recompute inside, as in the trainer), `checkpointed-around` (transformers'
+checkpoints around compiled layers), `plain`, and `forward` alone. The cases take turns, the median is kept. `first_s`:
+the first call with its compilation. `peak_gib`: memory of a call plus the case's own model.
 """
 
 import argparse
@@ -40,17 +35,18 @@ CASES = (
     "stock", "stock-torch-compile", "bf16-compiled", "bf16-fused", "bf16-compiled-fused", "nvfp4", "nvfp4-compiled",
     "nvfp4-fused", "nvfp4-compiled-fused",
 )  # fmt: skip
+#: sequences, tokens of each, of which completion
+MICRO_BATCH = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}
 AROUND = "checkpointed-around"
 MODES = ("checkpointed", AROUND, "plain", "forward")
 RANK = 32
-TOP = 25
 
 
 class Case:
-    """A model as the case has it, and the calls that are timed."""
+    """The model of a case, and the calls that are timed."""
 
     def __init__(self, name: str, bases: dict[bool, nn.Module], size: str, device: str):
-        self.name, self.device, self.shape = name, device, common.MICRO_BATCH[device]
+        self.name, self.device, self.shape = name, device, MICRO_BATCH[device]
         dense = not name.startswith("nvfp4")
         if dense not in bases:
             bases[dense] = policy(size, RANK, device, dense)
@@ -92,7 +88,7 @@ class Case:
         self.logps()
 
     def call(self, mode: str) -> Callable[[], None]:
-        """What is timed, with the model set for it."""
+        """The call of a mode, with the model prepared for it."""
         inside = self.compiled and mode == "checkpointed"
         if self.compiled:
             self.layers.recompute(self.layers.layers if inside else ())
@@ -112,25 +108,8 @@ class Case:
         return None
 
 
-def profile(call: Callable[[], None], device: str) -> dict[str, Any]:
-    """Kernels of one call by time, with counts, and the sum of all."""
-    from torch.profiler import ProfilerActivity
-
-    kind = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[kind]) as trace:
-        wall = seconds(call, device)
-    field = "device_time_total" if device == "cuda" else "self_cpu_time_total"
-    rows = sorted(((getattr(e, field) / 1e3, e.count, e.key) for e in trace.key_averages()), reverse=True)
-    return {
-        "wall_ms": round(1e3 * wall, 1),
-        "kernels_ms": round(sum(row[0] for row in rows), 1),
-        "launches": sum(row[1] for row in rows),
-        "top": [{"ms": round(ms, 2), "count": count, "kernel": key[:140]} for ms, count, key in rows[:TOP]],
-    }
-
-
-def measure(args: argparse.Namespace, record: dict[str, Any]) -> dict[str, Case]:
-    """Fill `record["cases"]`: of each what was measured, or `skipped` and why; those that were not skipped."""
+def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Fill `record["cases"]`: the measurements of each, or `skipped` with the reason."""
     started, device = time.monotonic(), args.device
     found: dict[str, dict[str, Any]] = {name: {} for name in args.cases}
     bases: dict[bool, nn.Module] = {}
@@ -185,7 +164,6 @@ def measure(args: argparse.Namespace, record: dict[str, Any]) -> dict[str, Case]
             found[name].setdefault("seconds", {})[mode] = round(statistics.median(values), 4)
             print(f"        {name} {mode}: {found[name]['seconds'][mode]} s", flush=True)
         common.save(record, args.out)
-    return cases
 
 
 def main() -> None:
@@ -193,33 +171,21 @@ def main() -> None:
     parser.add_argument("--size", default="7b")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[case for case in CASES if "torch" not in case])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[mode for mode in MODES if mode != AROUND])
-    parser.add_argument("--device", default="cuda", choices=common.MICRO_BATCH)
+    parser.add_argument("--device", default="cuda", choices=MICRO_BATCH)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=220, help="seconds after which no further case is begun")
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    batch, tokens, completion = common.MICRO_BATCH[args.device]
+    batch, tokens, completion = MICRO_BATCH[args.device]
     record: dict[str, Any] = {
-        "what": "seconds of one micro-batch, median; `checkpointed` and `plain`: forward and backward with and without gradient checkpointing; "
-        "`checkpointed-around`: with transformers' checkpoints around compiled layers; `forward`: without gradient",
         **common.head(args.device, args.commit),
         "size": args.size,
         "sequences": batch,
         "tokens_each": tokens,
         "completion_tokens_each": completion,
     }
-    cases = measure(args, record)
-    taken = {name: record["cases"][name].get("seconds", {}) for name in cases}
-    plain = {name: seconds["plain"] for name, seconds in taken.items() if "plain" in seconds}
-    if plain:
-        best = min(plain, key=lambda name: plain[name])
-        record["profile"] = {"case": best}
-        for mode in [mode for mode in args.modes if mode != "forward"]:
-            call = cases[best].call(mode)
-            call()
-            record["profile"][mode] = profile(call, args.device)
-    common.save(record, args.out)
+    measure(args, record)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m tests.planted_defects draw                      # once, before anything is changed: writes planted_defects.json
     python -m tests.planted_defects run --commit X [NUMBER..] # each in a worktree of X; the result goes into the same file
 
-A defect is known by its function and its line, so that it is found again after the file has moved.
+A defect is known by its function and its line, so that it is found again after the file has moved; "now": what its line became.
+"found": by commit, the test that fails with the defect and passes without it.
 """
 
 import argparse
@@ -99,14 +100,26 @@ def draw() -> list[dict]:
 
 
 def plant(root: Path, defect: dict) -> bool:
-    """Whether its line is still there, in a function of the same name; then it is replaced."""
+    """Whether its line, or what became of it, is there, in a function of that name; then it is replaced."""
     for path in sorted((root / "src/qerl_trl").rglob("*.py")):
         text = path.read_text()
-        places = [text.find(f"{defect['line']}\n")]
-        if places[0] >= 0 and f"def {defect['function']}(" in text[: places[0]]:
-            path.write_text(text.replace(f"{defect['line']}\n", f"{defect['planted']}\n", 1))
-            return True
+        for form in (defect, defect | defect.get("now", {})):
+            end = text.find(f"{form['line']}\n") + len(form["line"])
+            if end >= len(form["line"]) and f"def {form['function']}(" in text[:end]:
+                path.write_text(text.replace(f"{form['line']}\n", f"{form['planted']}\n", 1))
+                return True
     return False
+
+
+def write(defects: list[dict]) -> None:
+    DRAWN.write_text("[\n" + ",\n".join(map(json.dumps, defects)) + "\n]\n")
+
+
+def _first_failure(folder: str, tests: list[str]) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/kernels/torch-ext"}
+    lines = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout.splitlines()
+    return next((line.split(" ", 1)[1].partition(" - ")[0] for line in lines if re.match("FAILED |ERROR ", line)), None)
 
 
 def run(commit: str, numbers: list[int], tests: list[str]) -> None:
@@ -114,14 +127,14 @@ def run(commit: str, numbers: list[int], tests: list[str]) -> None:
         defects = json.loads(DRAWN.read_text())
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["git", "worktree", "add", "--detach", "-f", folder, commit], cwd=ROOT, check=True)
-            there = plant(Path(folder), defects[number])
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-            environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/kernels/torch-ext"}
-            done = there and subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-            lines = done.stdout.splitlines() if done else []
-            found = next((line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if "FAILED" in line), None)
-            defects[number].setdefault("found", {})[commit] = found if there else "its line is gone"
-            DRAWN.write_text(json.dumps(defects, indent=1) + "\n")
+            found = "deleted"
+            if plant(Path(folder), defects[number]):
+                found = _first_failure(folder, tests) or f"not by {' '.join(tests)}"
+                subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
+                if not found.startswith("not by ") and _first_failure(folder, [found]):
+                    found = f"no answer: {found} fails without it too"
+            defects[number].setdefault("found", {})[commit] = found
+            write(defects)
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
@@ -133,6 +146,6 @@ if __name__ == "__main__":
     parser.add_argument("--tests", nargs="*", default=["tests"], help="in this order, until the first that fails")
     given = parser.parse_args()
     if given.what == "draw":
-        DRAWN.write_text(json.dumps(draw(), indent=1) + "\n")
+        write(draw())
     else:
         run(given.commit, given.numbers or list(range(COUNT)), given.tests)

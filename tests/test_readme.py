@@ -142,21 +142,6 @@ def test_the_real_demo_says_what_of_its_gain_repairs_the_rounding(bf16, before, 
     assert settings["output_dir"] == f"runs/{learning.RUN.name}"
 
 
-def test_faults_that_run_again_say_of_which_code_they_are(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import faults_gpu
-
-    former = {
-        "commit": "old",
-        "gpus": 1,
-        "gpu": "H200",
-        "faults": [{"fault": "one"}, {"fault": "two", "commit": "older"}],
-    }
-    kept, own = faults_gpu.merged({"commit": "new", "gpus": 2, "gpu": "H200", "faults": []}, former, ["one", "three"])
-    assert kept == {**former, "faults": [{"fault": "two", "commit": "older"}]}
-    assert own == {"commit": "new", "gpus": 2}
-
-
 def test_every_path_named_in_the_readme_exists():
     for path in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"examples/[\w./-]+\.(?:py|yaml)", README):
         assert (ROOT / path).exists(), path

@@ -7,6 +7,7 @@ The package has the weights as GGUF in 4 bits (Q4_1), and the folder has these i
 Tokenizer and end token are those of the GGUF's metadata. `gguf`, in pure Python, reads it.
 """
 
+import contextlib
 import copy
 import hashlib
 import importlib.util
@@ -36,7 +37,8 @@ def folder_of(gguf: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as new:
             convert(gguf, Path(new) / "model")
-            (Path(new) / "model").rename(folder)
+            with contextlib.suppress(OSError):  # another process was faster
+                (Path(new) / "model").rename(folder)
     return folder
 
 

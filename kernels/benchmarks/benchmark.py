@@ -1,4 +1,6 @@
-"""Kernel Hub benchmark (`kernels benchmark .`): each workload is verified against plain PyTorch. The full comparison is compare.py."""
+"""Kernel Hub benchmark (`kernels benchmark .`): each workload is verified against plain PyTorch. The full comparison is
+compare.py.
+"""
 
 import torch
 from kernels.benchmark import Benchmark

@@ -1,11 +1,14 @@
-"""Time the kernels against cuBLAS bf16, vLLM's Marlin and humming-kernels: one process, the same inputs, checked before they are timed.
+"""Time the kernels against cuBLAS bf16, vLLM's Marlin and humming-kernels: one process, the same inputs, checked before
+they are timed.
 
-    python compare.py --out results/h200.json [--marlin _C_stable_libtorch.abi3.so] [--humming] [--ms 1,8,16,...] [--models 7B,32B]
+    python compare.py --out results/h200.json [--marlin _C_stable_libtorch.abi3.so] [--humming] [--models 7B,32B]
 
---marlin: the operator library out of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so); its ABI needs the torch
-version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the four matrices of 7B.
-Weights rotate over several times the second-level cache; CUDA graph replays, ours and cuBLAS in turns, median.  Floor = max(bytes / 4.59 TB/s read bandwidth,
-flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a kernel whose check failed.
+--marlin: the operator library out of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so); its ABI needs
+    the torch
+version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the four
+matrices of 7B. Weights rotate over several times the second-level cache; CUDA graph replays, ours and cuBLAS in turns,
+median.  Floor = max(bytes / 4.59 TB/s read bandwidth, flops / 790 TFLOP/s), both measured on an H200.  No number is
+reported for a kernel whose check failed.
 """
 
 import argparse
@@ -75,7 +78,9 @@ def humming_layer(N: int, K: int):
 
 
 def cold_us(calls: dict) -> dict[str, float]:
-    """Median microseconds of each call in turns, by events with a cold second-level cache; the GPU waits until all of a call is launched."""
+    """Median microseconds of each call in turns, by events with a cold second-level cache; the GPU waits until all of a
+    call is launched.
+    """
     junk = torch.empty(80_000_000, device="cuda", dtype=torch.int32)
     times = {name: [] for name in calls}
     for _ in range(12):
@@ -92,7 +97,9 @@ def cold_us(calls: dict) -> dict[str, float]:
 
 
 def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
-    """One matrix by humming-kernels, ours and cuBLAS, not by graphs: humming's launches do not survive graph capture everywhere."""
+    """One matrix by humming-kernels, ours and cuBLAS, not by graphs: humming's launches do not survive graph capture
+    everywhere.
+    """
     humming, dense = humming_layer(N, K)
     weight, gs = random_weight(N, K, 0), torch.tensor([2048.0], device="cuda")
     rows = []
@@ -117,13 +124,6 @@ def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
     return rows
 
 
-def with_humming_of(result: dict, run: dict) -> dict:
-    """`result`, what one run has left, with humming-kernels as another one timed them (or had of a third), and where that is of."""
-    of = ("device", "torch", "triton", "commit", "command", "humming_kernels")
-    timed = run.get("humming_run") or {name: run[name] for name in of}
-    return result | {"humming": run["humming"], "humming_run": timed}
-
-
 def add_humming(result: dict, tokens: list[int], save: Callable[[], None]) -> None:
     """The matrices of 7B by `against_humming`, saved one by one, and which humming-kernels these are."""
     result["humming_kernels"] = importlib.metadata.version("humming-kernels")
@@ -139,7 +139,7 @@ def floor_us(N: int, K: int, M: int) -> float:
 
 
 class Matrix(tune.Matrix):
-    """And what to compare with: bf16 copies, and Marlin's of the same weights."""
+    """A matrix with its bf16 and Marlin copies."""
 
     def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
         super().__init__(N, K, tune.layer_splits(name.split(".")[0]).get((N, K)), l2, rank)
@@ -227,12 +227,7 @@ def main() -> None:
     parser.add_argument("--marlin", default="")
     parser.add_argument("--humming", action="store_true")
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--join", type=Path, help="nothing is timed: put a run's humming-kernels into --out")
     args = parser.parse_args()
-    if args.join:
-        joined = with_humming_of(json.loads(Path(args.out).read_text()), json.loads(args.join.read_text()))
-        Path(args.out).write_text(json.dumps(joined, indent=1))
-        return
     begin = time.time()
     torch.backends.cuda.matmul.allow_tf32 = False
     tokens, models = [int(m) for m in args.ms.split(",")], [m for m in args.models.split(",") if m]
@@ -277,7 +272,7 @@ def main() -> None:
             result["rows"].append(row)
             ours = row.get("ours_us", float("nan"))
             line = f"{name:12s} M={M:5d} ours {ours:8.2f} ({100 * row['floor_us'] / ours:3.0f} % of floor)"
-            line += f" lora {row.get('ours_lora_us', float('nan')):8.2f} bf16 {row['bf16_us']:8.2f} x{row['bf16_us'] / ours:.2f}"
+            line += f" lora {row.get('ours_lora_us', float('nan')):8.2f} bf16 {row['bf16_us']:8.2f}"
             print(line + f" marlin {row.get('marlin_us', float('nan')):8.2f}", flush=True)
         save()
         del matrix

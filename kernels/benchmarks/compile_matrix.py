@@ -1,16 +1,14 @@
-"""Compile, without a GPU, every kernel that would be selected, for several GPUs and several versions of Triton: registers, stack, shared memory.
+"""Compile, without a GPU, every kernel that would be selected, for several GPUs and versions of Triton.
 
     python compile_matrix.py --out results/compile.json --tritons DIR:DIR:...      one folder per version, made by
         pip install --no-deps --target DIR triton==3.9.0
-    python compile_matrix.py --out compile.json                                   the installed Triton
-    python compile_matrix.py --out results/compile.json --page ../HOW_IT_WORKS.md nothing is compiled: what uses stack, into the page
+    python compile_matrix.py --out compile.json                                    the installed Triton
 
-The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that names the GPU and
-never launches.  A row tells a kernel's registers per thread, bytes of stack per thread (0: nothing is spilled), bytes of shared memory per
-block and the card's limit; or the error.  `--quick` leaves out some matrices and numbers of tokens, and compiles a configuration for one
-rank of the adapter on each card, another one on the next card; kernels/tests runs it.  The file is written after each version, and versions
-that are not run now keep their rows in it, so several may run side by side; `kernels` in it is the digest of the sources
-(measured.source_digest) that each was run with.
+The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that
+names the GPU and never launches. A row has a kernel's registers and bytes of stack per thread, shared memory per block
+and the card's limit; or the error. `--quick` leaves out some matrices, numbers of tokens and ranks; kernels/tests runs
+it. The file is written after each version and keeps the rows of others; `kernels` in it is the digest of the sources.
+What uses stack is printed as the table of HOW_IT_WORKS.md.
 """
 
 import argparse
@@ -24,12 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from pages import placed
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "torch-ext"))
-
-BEGIN, END = "<!-- stack: written by benchmarks/compile_matrix.py -->\n", "<!-- end of stack -->\n"
 
 # sm -> a card of this architecture, its multiprocessors, bytes of shared memory that a block may have
 CARDS = {
@@ -43,7 +37,7 @@ CARDS = {
 
 
 class Driver:
-    """What compilation asks of Triton's driver."""
+    """Stand-in for Triton's driver during compilation."""
 
     def __init__(self, sm: int):
         self.sm = sm
@@ -78,7 +72,7 @@ def pretend(sm: int) -> None:
 
 
 def recorded(call) -> list:
-    """[(kernel, compiled)] of what `call` would launch."""
+    """[(kernel, compiled)] of the launches of `call`."""
     from triton.runtime.jit import JITFunction
 
     from qerl_nvfp4.launch import only_compile
@@ -107,11 +101,7 @@ def product(config: dict, N: int, K: int, M: int, splits: tuple[int, ...], rank:
     def empty(*shape, dtype=dtype):
         return torch.empty(*shape, device="meta", dtype=dtype)
 
-    weight = (
-        empty(N, K // 2, dtype=torch.uint8),
-        empty(N, K // 16, dtype=torch.uint8),
-        empty(1, dtype=torch.float32),
-    )
+    weight = (empty(N, K // 2, dtype=torch.uint8), empty(N, K // 16, dtype=torch.uint8), empty(1, dtype=torch.float32))
     adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
     ops.product(config, empty(M, K), *weight, empty(N), *adapter, empty(M, N))
 
@@ -141,7 +131,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def rank_in_turn(variant: tuple, known: list[tuple], sm: int) -> int:
-    """The rank that a configuration is compiled for on this card: on three cards it has all, and three configurations of a kernel have all.
+    """The rank that a configuration is compiled for on this card: on three cards it has all, and three configurations
+    of a kernel have all.
 
     Args:
         variant: what is compiled, first the kernel's name.
@@ -240,7 +231,7 @@ def compile_all(architectures: list[int], quick: bool) -> list[dict]:
 
 
 def stacks(result: dict) -> str:
-    """Whatever uses stack, as a table; only the rows that say something."""
+    """Markdown: the kernels that use stack."""
     versions = sorted(result["tritons"])
     found: dict[tuple, dict[str, int]] = collections.defaultdict(dict)
     for version in versions:
@@ -286,12 +277,8 @@ def main() -> None:
     parser.add_argument("--tritons", default="", help="folders with a Triton each, separated like PATH")
     parser.add_argument("--architectures", default=",".join(map(str, CARDS)))
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--page", type=Path, help="into which only what uses stack is written, from --out")
     parser.add_argument("--inside", action="store_true", help="with the Triton of this process")
     args = parser.parse_args()
-    if args.page:
-        args.page.write_text(placed(args.page.read_text(), BEGIN, END, stacks(json.loads(args.out.read_text()))))
-        return
     architectures = [int(sm) for sm in args.architectures.split(",")]
     if args.inside:
         import triton
@@ -317,6 +304,7 @@ def main() -> None:
             replace(args.out, one_row_per_line(result))
         for version, rows in result["tritons"].items():
             print(f"Triton {version}: {len(rows)} kernels, {sum('error' in row for row in rows)} failed")
+        print(stacks(result))
 
 
 def one_row_per_line(result: dict) -> str:

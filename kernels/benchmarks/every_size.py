@@ -1,23 +1,22 @@
-"""A decoder layer's four matrices at every number of tokens that a draining batch passes through, and what every candidate would take.
+"""A decoder layer's four matrices at every number of tokens of a draining batch, and the time of every candidate.
 
-    python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...] [--fit]
-    python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --near 1.25 --layer-sizes 512   only candidates that may be the fastest
-    python kernels/benchmarks/every_size.py --out layers.json --layers-only       only the third part, by what ships
-    python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   nothing is timed: layers of several such runs in one file
+    python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...]
+    python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --layer-sizes 512
+    python kernels/benchmarks/every_size.py --out layers.json --layers-only          # only part 3, by what ships
+    python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   # layers of several such runs
 
-1. Every variant of the kernels is compiled, and checked on a small product, in processes of their own with a time limit: one that fails,
-   hangs or is wrong is named and left out.
-2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates), what is selected now, and cuBLAS bf16 are timed in turns, with an
-   adapter of rank 32, over rotating copies of the weights.  fit.py makes the cost model from these rows; `--fit` does so here.
-3. For each model and every multiple of 8 tokens a decoder layer without its attention runs as in a model: RMSNorm, q/k/v, o, RMSNorm,
-   gate/up, SwiGLU, down, one after the other in one CUDA graph over rotating layers; by what is selected ("ours", with adapter) and by
-   cuBLAS bf16 without one.  `glue_us` is the same without products.  `ratio` compares whole layers, `products` takes the glue off both.
+1. Every variant of the kernels is compiled and checked on a small product, in processes with a time limit; one that
+   fails, hangs or is wrong is named and left out.
+2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates), the selected kernel and cuBLAS bf16 are timed
+   in turns, with an adapter of rank 32, over rotating copies of the weights. fit.py makes the cost model of these rows.
+3. For each model and every multiple of 8 tokens a decoder layer without its attention runs in one CUDA graph over
+   rotating layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by
+   cuBLAS bf16 without one. `glue_us` is the same without products. `ratio` compares whole layers, `products` without
+   glue.
 
-`cost_model` in the file is the digest of the configs/cost_model.json that chose.  What was measured on this machine (`qerl-trl tune`) is left unread.
-With `--layers-only` a variant that ships and fails in part 1 ends the run: the third part would time it.
-
-No time is reported for a product whose check failed.  Every phase stops in time for the others; what is missing is missing in the file.
-`--dry-run` runs all of it on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices, and times nothing worth reading.
+`cost_model` is the digest of configs/cost_model.json; measurements of `qerl-trl tune` are not read. With
+`--layers-only` a shipped variant that fails ends the run. A product whose check failed has no time, and every part
+stops in time for the next. `--dry-run` runs on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices.
 """
 
 import argparse
@@ -39,14 +38,15 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 from compare import commit
-from fit import fit
 
 import qerl_nvfp4
 from qerl_nvfp4 import cost, ops, reference, select, timing, tune
 from qerl_nvfp4.launch import forget_scratch
 from qerl_nvfp4.select import with_adapter
 
-CANDIDATE_SIZES = (24, 32, 48, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256, 264, 320, 384, 392, 448, 512, 704, 1504)  # fmt: skip
+CANDIDATE_SIZES = (
+    24, 32, 48, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256, 264, 320, 384, 392, 448, 512, 704, 1504,
+)  # fmt: skip
 LAYER_SIZES = (*range(8, 513, 8), 704, 1504)
 COMPILED = ("wgmma", "wide")  # kernels of which every variant is tried before
 RANK = 32
@@ -76,13 +76,13 @@ def multiprocessors() -> int:
 
 
 def shipped(N: int, K: int, M: int, rows: int) -> dict:
-    """What ships, with an adapter of as many rows of A; not what this user measured."""
+    """The shipped configuration with an adapter of so many rows of A; tuning by the user is ignored."""
     if not torch.cuda.is_available():
         return {"kernel": "dense", "pieces": 1}
     return with_adapter(select.shipped(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK)[0])
 
 
-# --- 1: which variants work -------------------------------------------------------------------------------------------------------
+# --- 1: which variants work -----------------------------------------------------------------------
 
 
 def probe(config: dict) -> str:
@@ -111,7 +111,9 @@ def probe(config: dict) -> str:
 
 
 def usable_variants(configs: list[dict], seconds: float) -> tuple[set[str], dict[str, str]]:
-    """Variants that passed, and why others did not; what is not done in time counts as failed, and its process is ended."""
+    """Variants that passed, and why others did not; what is not done in time counts as failed, and its process is
+    ended.
+    """
     unique = {cost.variant(c): c for c in configs if c["kernel"] in COMPILED}
     if not torch.cuda.is_available():
         return set(), {}
@@ -131,44 +133,11 @@ def runs(config: dict, good: set[str]) -> bool:
     return config["kernel"] not in COMPILED or cost.variant(config) in good
 
 
-# --- 2: candidates ----------------------------------------------------------------------------------------------------------------
+# --- 2: candidates --------------------------------------------------------------------------------
 
 
-def guessed_us(config: dict, N: int, K: int, M: int, rows: int) -> float:
-    """A price of a variant that was not timed, by the factors of the tile of the same kernel that is nearest in size."""
-    place = N, K, M, multiprocessors(), rows
-    size, found = config["BM"] * config["P"], []
-    for name, own in cost.factors().items():
-        kernel, *fields = name.split()
-        of = {key: int(value) for key, value in (field.split("=") for field in fields)}
-        if kernel == config["kernel"] and of.get("permute", 0) == config.get("permute", 0):
-            ratio = size / (of["BM"] * of["P"])
-            guess = {
-                term: factor * (ratio if term == "units" else 1) for term, factor in own.items() if term != cost.TOKENS
-            }
-            found.append((abs(math.log(ratio)), of["tasks"] != config.get("tasks"), name, guess))
-    return cost.predicted_us(config, *place, {cost.variant(config, M): min(found)[-1]}) if found else math.inf
-
-
-def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float) -> list[dict]:
-    """Those predicted to take at most `near` times the least; those that were not timed by a guess, and beside the least of the guesses, so that no
-    guess keeps out what has a price."""
-    if math.isinf(near):
-        return configs
-    found: dict[bool, list[tuple[float, dict]]] = {True: [], False: []}
-    for config in configs:
-        us = cost.predicted_us(config, N, K, M, multiprocessors(), rows)
-        priced = math.isfinite(us) or config["kernel"] not in COMPILED
-        found[priced].append((us if priced else guessed_us(config, N, K, M, rows), config))
-    least = {priced: min((us for us, _ in those), default=math.inf) for priced, those in found.items()}
-    least[False] = max((us for us in least.values() if math.isfinite(us)), default=math.inf)
-    return [c for priced, those in found.items() for us, c in those if us <= near * least[priced] and math.isfinite(us)]
-
-
-def matrix_rows(
-    matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float, near: float = math.inf
-) -> list[dict]:
-    """For every size: microseconds of each candidate that is right and `hopeful`, and of cuBLAS bf16."""
+def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
+    """For every size: microseconds of each candidate that is right, and of cuBLAS bf16."""
     rows, (N, K) = [], (matrix.N, matrix.K)
     device = matrix.gs.device
     dense = [
@@ -181,8 +150,7 @@ def matrix_rows(
             print(f"# time is up before {name} M={M}", flush=True)
             break
         now = shipped(N, K, M, lora_rows)
-        offered = hopeful(cost.candidates(N, K, M, multiprocessors()), N, K, M, lora_rows, near)
-        tries = [now, *(c for c in offered if runs(c, good))]
+        tries = [now, *(c for c in cost.candidates(N, K, M, multiprocessors()) if runs(c, good))]
         if M <= 128 and K % 256:
             tries.append(select.portable_heuristic(N, K, M, multiprocessors(), True))
         tries = list({json.dumps(c, sort_keys=True): c for c in tries}.values())
@@ -220,14 +188,14 @@ def matrix_rows(
         if measured:
             best = measured[0]
             print(
-                f"{name:18s} M={M:5d} bf16 {times[-1]:8.2f} now {rows[-1]['shipped_us'] or math.nan:8.2f} best {best['us']:8.2f} "
-                f"x{times[-1] / best['us']:.2f} {tune.short(best['config'])} of {len(measured)}",
+                f"{name:18s} M={M:5d} bf16 {times[-1]:8.2f} now {rows[-1]['shipped_us'] or math.nan:8.2f} best "
+                f"{best['us']:8.2f} x{times[-1] / best['us']:.2f} {tune.short(best['config'])} of {len(measured)}",
                 flush=True,
             )
     return rows
 
 
-# --- 3: layers --------------------------------------------------------------------------------------------------------------------
+# --- 3: layers ------------------------------------------------------------------------------------
 
 
 class Layers:
@@ -285,15 +253,15 @@ class Layers:
         return lambda i: self.run(x, functools.partial(product, i))
 
 
-def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict]:
-    """`choose(N, K, M, rows)` -> configuration, with an adapter."""
+def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
+    """Layers by what ships, with an adapter."""
     layers = Layers(model, l2, "cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for M in sizes:
         if time.time() > deadline:
             print(f"# time is up before layers of {model} M={M}", flush=True)
             break
-        chosen = {n: choose(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
+        chosen = {n: shipped(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
         calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
         ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
         rows.append(
@@ -317,7 +285,9 @@ OF_A_RUN = ("device", "multiprocessors", "torch", "triton", "commit", "command",
 
 
 def joined(records: list[dict]) -> dict:
-    """`runs`, each with its models, and their `layers`; a model that several have is the last one's, and is left out where sizes are missing."""
+    """`runs`, each with its models, and their `layers`; a model that several have is the last one's, and is left out
+    where sizes are missing.
+    """
     runs, found = [], {}
     for record in records:
         heads = record.get("runs") or [{name: record[name] for name in OF_A_RUN}]
@@ -347,14 +317,8 @@ def main() -> None:
     parser.add_argument("--join", nargs="+", type=Path, help="files of runs with --layers-only, the latest last")
     parser.add_argument("--models", default="7B,1.5B,32B,0.5B,Llama-3-8B")
     parser.add_argument("--sizes", default="", help="numbers of tokens at which all candidates are timed")
-    parser.add_argument(
-        "--near", type=float, default=math.inf, help="times the least predicted, up to which candidates are timed"
-    )
     parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
     parser.add_argument("--seconds", type=float, default=220)
-    parser.add_argument(
-        "--fit", action="store_true", help="fit the cost model before layers are timed, and choose by it"
-    )
     parser.add_argument(
         "--layers-only",
         action="store_true",
@@ -368,10 +332,8 @@ def main() -> None:
     if args.join:
         write(args.out, joined([json.loads(path.read_text()) for path in args.join]))
         return
-    if args.layers_only and (args.fit or args.sizes):
-        parser.error(
-            f"--layers-only times what ships and no candidates, and {'--fit' if args.fit else '--sizes'} is about candidates: leave out one"
-        )
+    if args.layers_only and args.sizes:
+        parser.error("--layers-only times what ships and no candidates, and --sizes is about candidates: leave out one")
     begin, on_gpu = time.time(), torch.cuda.is_available()
     if args.dry_run:
         tune.MODELS["tiny"] = TINY
@@ -410,12 +372,7 @@ def main() -> None:
         write(args.out, result)
 
     matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
-    all_tries = [
-        c
-        for m, _, N, K in matrices
-        for M in sizes
-        for c in hopeful(cost.candidates(N, K, M, sms), N, K, M, rows_of(m, N, K), args.near)
-    ]
+    all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms)]
     all_tries += [shipped(N, K, M, rows_of(m, N, K)) for m, _, N, K in matrices for M in (*sizes, *layer_sizes)]
     print("#", qerl_nvfp4.describe(), flush=True)
     good, result["variants_left_out"] = usable_variants(all_tries, args.probe_seconds)
@@ -431,38 +388,21 @@ def main() -> None:
             print(f"# time is up before {model}.{name}")
             break
         matrix = tune.Matrix(N, K, tune.layer_splits(model).get((N, K)), l2, RANK, device)
-        result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until, args.near)
+        result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until)
         save()
         del matrix
         if on_gpu:
             torch.cuda.empty_cache()
     print(f"# {len(result['matrices'])} rows of candidates after {time.time() - begin:.0f} s", flush=True)
 
-    def choose(N: int, K: int, M: int, rows: int) -> dict:
-        found = cost.cheapest(N, K, M, sms, rows, (), fitted) if M > 16 and fitted else None
-        return shipped(N, K, M, rows) if found is None or not runs(found, good) else found
-
-    fitted = None
-    if args.fit:
-        fitted, result["fit"] = fit(result["matrices"], sms)
-        print("# fit:", result["fit"], flush=True)
     for name in models:
         if time.time() > layers_until:
             print(f"# time is up before layers of {name}")
             break
-        result["layers"] += layer_rows(name, layer_sizes, choose, l2, layers_until)
+        result["layers"] += layer_rows(name, layer_sizes, l2, layers_until)
         save()
         if on_gpu:
             torch.cuda.empty_cache()
-    for name, rows in itertools.groupby(result["layers"], key=lambda row: row["model"]):
-        found = list(rows)
-        for low, high in ((8, 16), (24, 128), (136, 512), (513, 4096)):
-            some = [r for r in found if low <= r["M"] <= high]
-            if some:
-                worst = min(some, key=lambda r: r["ratio"])
-                print(
-                    f"{name} {low} to {high} tokens: worst {worst['ratio']} at {worst['M']}, products {worst['products']}"
-                )
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 
 

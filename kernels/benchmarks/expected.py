@@ -1,26 +1,22 @@
-"""What is expected on GPUs that nobody has measured: a decoder layer's four matrices, by the arithmetic of qerl_nvfp4/bounds.py.
+"""Expected times on GPUs that were not measured: a layer's four matrices, by qerl_nvfp4/bounds.py.
 
-python kernels/benchmarks/expected.py [--model 7B] [--page kernels/HOW_IT_WORKS.md]      prints the tables, or writes them into the page
+python kernels/benchmarks/expected.py [--model 7B]      prints the tables of HOW_IT_WORKS.md
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from pages import placed
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 from qerl_nvfp4 import bounds, tune
 
 SIZES = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-PAGE = Path(__file__).resolve().parents[1] / "HOW_IT_WORKS.md"
-BEGIN, END = "<!-- expected: written by benchmarks/expected.py -->\n", "<!-- end of expected -->\n"
 SHARED_KIB = {(8, 0): 163}  # of a block, on the cards of bounds.CARDS; 99 on all others
 
 
 def expected(card: bounds.Card, model: str, M: int) -> dict:
-    """Microseconds of the four matrices: the floor, as selected, dense, bf16; and what bounds the largest of them, by which kernel."""
+    """Microseconds of the four matrices (floor, as selected, dense, bf16), and what bounds the largest."""
     shared = SHARED_KIB.get(card.capability, 99) * 1024
     sums = {"floor": 0.0, "ours": 0.0, "dense": 0.0, "bf16": 0.0}
     for name, (N, K) in tune.layer_shapes(model).items():
@@ -39,10 +35,7 @@ def expected(card: bounds.Card, model: str, M: int) -> dict:
 
 def table(model: str) -> list[str]:
     """One row per card: at each number of tokens the share of the floor, and cuBLAS bf16 over ours."""
-    lines = [
-        "| card | " + " | ".join(str(M) for M in SIZES) + " |",
-        "|---|" + "---:|" * len(SIZES),
-    ]
+    lines = ["| card | " + " | ".join(str(M) for M in SIZES) + " |", "|---|" + "---:|" * len(SIZES)]
     named = []
     for card in bounds.CARDS:
         rows = [expected(card, model, M) for M in SIZES]
@@ -60,29 +53,16 @@ def table(model: str) -> list[str]:
 
 def text(model: str) -> str:
     about = (
-        f"Share of the floor, and cuBLAS bf16 over ours, for the four matrices of a {model} layer without adapter, by number of tokens. **Expected, "
-        f"not measured**: the largest of what a product's bytes, instructions and matrix units need at the least, divided by {bounds.OURS} for the mma "
-        f"kernel, {bounds.LIBRARY} for cuBLAS and {bounds.STREAM} for what streams; {bounds.LAUNCH_US:g} us per launch and {bounds.START_US:g} us per "
-        "round of programs. The divisors are assumptions."
+        f"Share of the floor, and cuBLAS bf16 over ours, for the four matrices of a {model} layer without adapter, by "
+        "number of tokens. **Expected, not measured**: the largest of what a product's bytes, instructions and matrix "
+        f"units need at the least, divided by {bounds.OURS} for the mma kernel, {bounds.LIBRARY} for cuBLAS and "
+        f"{bounds.STREAM} for what streams; {bounds.LAUNCH_US:g} us per launch and {bounds.START_US:g} us per round of "
+        "programs. The divisors are assumptions."
     )
     return "\n".join([about, "", *table(model)]) + "\n"
 
 
-def written(page: str, model: str) -> str:
-    """The page with these tables in their place."""
-    return placed(page, BEGIN, END, text(model))
-
-
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="7B")
-    parser.add_argument("--page", type=Path)
-    args = parser.parse_args()
-    if args.page:
-        args.page.write_text(written(args.page.read_text(), args.model))
-    else:
-        print(text(args.model), end="")
-
-
-if __name__ == "__main__":
-    main()
+    print(text(parser.parse_args().model), end="")

@@ -1,15 +1,18 @@
-"""Fit the cost model (qerl_nvfp4/cost.py) to the candidates that every_size.py timed, and write configs/cost_model.json.
+"""Fit the cost model (qerl_nvfp4/cost.py) to the candidates that every_size.py timed, and write
+configs/cost_model.json.
 
     python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write] [--result results/every_size_h200.json]
 
-Variants without which nothing gets slower are left out, since each must be compiled; of a result, where that was done, none.  Every other one
-has factors of its own, none of them negative, by least squares of the relative error, and the number of tokens up to which they hold. Candidates far
-from the fastest count less (`NEAR`): how slow they are decides nothing. A variant was timed on few matrices; where these do not say what a term costs, its
-factors stay near those of its kernel with all its tiles (`FAMILY`), in which a term costs in proportion to a tile's rows, tokens, or both.
-Printed, and kept in the file: how far the chosen candidate is from the fastest one measured, be it left out or not ("loss"), with all shapes
-in the fit and, which is what counts, with the matrix in question left out of it.  For the matrices that were measured the file also holds
-what was fastest ("timed"), where the table or the model would choose something slower by more than `GAIN`; of a matrix and numbers of
-tokens that are priced as one, by the last run that timed them.
+Variants without which nothing gets slower are left out, since each must be compiled; of a result, where that was done,
+none.  Every other one has factors of its own, none of them negative, by least squares of the relative error, and the
+number of tokens up to which they hold. Candidates far from the fastest count less (`NEAR`): how slow they are decides
+nothing. A variant was timed on few matrices; where these do not say what a term costs, its factors stay near those of
+its kernel with all its tiles (`FAMILY`), in which a term costs in proportion to a tile's rows, tokens, or both.
+Printed, and kept in the file: how far the chosen candidate is from the fastest one measured, be it left out or not
+("loss"), with all shapes in the fit and, which is what counts, with the matrix in question left out of it.  For the
+matrices that were measured the file also holds what was fastest ("timed"), where the table or the model would choose
+something slower by more than `GAIN`; of a matrix and numbers of tokens that are priced as one, by the last run that
+timed them.
 """
 
 import argparse
@@ -50,7 +53,7 @@ AT_LEAST = 4  # samples of a variant, and of its largest numbers of tokens
 
 
 class Sample(NamedTuple):
-    """A candidate that was timed: what it pays for, microseconds, tokens, how much it counts."""
+    """A timed candidate: its cost terms, microseconds, tokens, weight."""
 
     values: dict[str, float]
     us: float
@@ -59,7 +62,9 @@ class Sample(NamedTuple):
 
 
 def not_negative(samples: list[Sample], near: dict[str, float] | None = None) -> dict[str, float]:
-    """Factors >= 0 that minimize the sum of (weight (predicted / us - 1))^2, and of how far they are from `near`: Lawson and Hanson's active sets."""
+    """Factors >= 0 that minimize the sum of (weight (predicted / us - 1))^2, and of how far they are from `near`:
+    Lawson and Hanson's active sets.
+    """
     names = list(samples[0].values)
     A = torch.tensor([[s.values[n] / s.us * s.weight for n in names] for s in samples], dtype=torch.float64)
     scale = A.norm(dim=0).clamp(min=1e-30)
@@ -95,8 +100,9 @@ def known(config: dict) -> bool:
 
 
 def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[str]:
-    """Variants without which the best candidates would be slower by `tolerance`, the mean over rows, or by `at_any`, that over those of one number
-    of tokens: others only cost time to compile."""
+    """Variants without which the best candidates would be slower by `tolerance`, the mean over rows, or by `at_any`,
+    that over those of one number of tokens: others only cost time to compile.
+    """
     timed = [{} for _ in rows]
     for best, row in zip(timed, rows, strict=True):
         for c in row["candidates"]:
@@ -106,7 +112,7 @@ def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[
     kept = set().union(*timed)
 
     def loss(names: set[str]) -> float:
-        """In shares of what is allowed; above 1 it is too much."""
+        """Loss as a share of the allowed one."""
         by_size: dict[int, list[float]] = {}
         for row, t in zip(rows, timed, strict=True):
             lost = min((us for n, us in t.items() if n in names), default=1e9) / min(t.values()) - 1 if t else 0.0
@@ -139,7 +145,7 @@ def samples_of(rows: list[dict], sms: int) -> tuple[dict[str, list[Sample]], dic
 
 
 def family(config: dict) -> tuple:
-    """Variants that differ in nothing but their tiles."""
+    """Key of variants that differ only in their tiles."""
     return config["kernel"], config.get("permute"), config.get("natural", False), config.get("tasks")
 
 
@@ -183,7 +189,9 @@ def complete(config: dict, M: int) -> dict:
 
 
 def slower(config: dict, rows: list[dict]) -> float:
-    """How much slower than the fastest candidate a configuration is at the worst of these rows; infinity if it was not timed in all."""
+    """How much slower than the fastest candidate a configuration is at the worst of these rows; infinity if it was not
+    timed in all.
+    """
     worst = 0.0
     for row in rows:
         us = [c["us"] for c in row["candidates"] if complete(c["config"], row["M"]) == complete(config, row["M"])]
@@ -192,8 +200,9 @@ def slower(config: dict, rows: list[dict]) -> float:
 
 
 def latest(rows: list[dict]) -> list[dict]:
-    """One row for each matrix, rows of A and number of tokens. Of numbers of tokens that are priced as one, those of the last run: one
-    configuration answers them, and what two runs timed is not to be told apart by a few percent."""
+    """One row for each matrix, rows of A and number of tokens. Of numbers of tokens that are priced as one, those of
+    the last run: one configuration answers them, and what two runs timed is not to be told apart by a few percent.
+    """
     size = {r["M"]: cost.size_of(r["M"]) or r["M"] for r in rows}
     last = {(r["N"], r["K"], r["rows"], size[r["M"]]): r.get("commit") for r in rows}
     of_each = {(r["N"], r["K"], r["rows"], r["M"]): r for r in rows}
@@ -201,7 +210,8 @@ def latest(rows: list[dict]) -> list[dict]:
 
 
 def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> list[dict]:
-    """What was timed to be faster by more than `GAIN` than what is chosen without having been timed; `table`: select.load_table's.
+    """What was timed to be faster by more than `GAIN` than what is chosen without having been timed; `table`:
+    select.load_table's.
 
     Numbers of tokens that are priced as one are answered by one configuration.
     """
@@ -261,7 +271,7 @@ def quality(found: list) -> dict:
 
 
 def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
-    """The factors, and how good they are."""
+    """The factors and their quality."""
     if any("best_us" not in row for row in rows):
         names = fewest(rows, TOLERANCE, AT_ANY_SIZE)
         rows = [row | {"best_us": fastest_us(row), "candidates": kept(row, names)} for row in rows]

@@ -1,11 +1,12 @@
-"""What decoding a word of eight codes takes on Blackwell, by the bits of the codes and by its conversion instruction: no GPU is needed.
+"""Instructions to decode a word of eight codes on Blackwell, by bits and by its conversion instruction. No GPU is
+needed.
 
-    python fp4_conversion.py --tritons DIR:DIR:... --out results/fp4_conversion.json      one folder per version of Triton, for its assembler
-    python fp4_conversion.py --page kernels/HOW_IT_WORKS.md                               the paragraph, from that file
+    python fp4_conversion.py --tritons DIR:DIR:... --out results/fp4_conversion.json    # a folder per version of Triton
 
-A kernel of one decode is assembled, and its machine instructions are counted, less those of a kernel that only moves as much. `bits` and
-`conversion` are the kernels' own assembly (portable.DECODE_WORD, hopper.CONVERT_WORD); `by way of float16` is what there is without the
-conversion to bfloat16, which ptxas has from CUDA 13.2 on.
+A kernel of one decode is assembled, and its machine instructions are counted, less those of a kernel that only moves as
+much. `bits` and `conversion` are the kernels' own assembly (portable.DECODE_WORD, hopper.CONVERT_WORD); `by way of
+float16` is what there is without the conversion to bfloat16, which ptxas has from CUDA 13.2 on. HOW_IT_WORKS.md sums it
+up.
 """
 
 import argparse
@@ -16,21 +17,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pages import placed
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "torch-ext"))
 RESULT = HERE / "results" / "fp4_conversion.json"
-BEGIN, END = "<!-- fp4: written by benchmarks/fp4_conversion.py -->\n", "<!-- end of fp4 -->"
-#: TB/s, multiprocessors, GHz and instructions per clock and multiprocessor of a B200, by NVIDIA's figures
-B200 = 8.0, 148, 1.92, 128
 BY_FLOAT16 = "".join(
-    f"cvt.rn.f16x2.e2m1x2 ${i}, b{i}; mov.b32 {{l, u}}, ${i}; cvt.f32.f16 f, l; cvt.f32.f16 g, u; cvt.rn.bf16x2.f32 ${i}, g, f; "
-    f"fma.rn.bf16x2 ${i}, ${i}, s2, nz;"
+    f"cvt.rn.f16x2.e2m1x2 ${i}, b{i}; mov.b32 {{l, u}}, ${i}; cvt.f32.f16 f, l; cvt.f32.f16 g, u; cvt.rn.bf16x2.f32 "
+    f"${i}, g, f; fma.rn.bf16x2 ${i}, ${i}, s2, nz;"
     for i in range(4)
 )
 FLOAT16 = (
-    "{ .reg .b8 b0, b1, b2, b3; .reg .b16 l, u; .reg .f32 f, g; .reg .b32 s2, nz; mov.b32 nz, 0x80008000; mov.b32 s2, {$5, $5}; "
+    "{ .reg .b8 b0, b1, b2, b3; .reg .b16 l, u; .reg .f32 f, g; .reg .b32 s2, nz; mov.b32 nz, 0x80008000; mov.b32 s2, "
+    "{$5, $5}; "
     f"mov.b32 {{b0, b1, b2, b3}}, $4; {BY_FLOAT16} }}"
 )
 MOVE = "mov.b32 $0, $4; mov.b32 $1, $4; mov.b32 $2, $4; mov.b32 $3, $4;"
@@ -96,48 +93,16 @@ def measure(folders: list[Path]) -> list[dict]:
     return rows
 
 
-def paragraph() -> str:
-    record = json.loads(RESULT.read_text())
-    rows = record["rows"]
-    bits, converted, around = (
-        sorted({row[name] for row in rows if row[name]}) for name in ("bits", "conversion", "by way of float16")
-    )
-    have = sorted({f"{row['triton'].rsplit('.', 1)[0]} ({row['ptxas']})" for row in rows if row["conversion"]})
-    lack = sorted({f"{row['triton'].rsplit('.', 1)[0]} ({row['ptxas']})" for row in rows if not row["conversion"]})
-    tb_s, sms, ghz, issued = B200
-    words = tb_s * 1e3 / sms / ghz / 4.5  # 4 bytes and half a scale
-    shares = [100 * words * each[-1] / issued for each in (bits, converted)]
-
-    def either(counts: list[int]) -> str:
-        return " or ".join(map(str, counts))
-
-    return (
-        f"A word of eight codes takes {either(bits)} instructions by its bits, scale included, {either(converted)} by Blackwell's conversion to bfloat16, and {either(around)} by that to float16 "
-        f"and from there (counted in machine code of sm_100 and sm_120). The first conversion is assembled with Triton {', '.join(have)} and not with {', '.join(lack)} (in brackets: CUDA of their assembler). "
-        f"At {tb_s:g} TB/s, the bandwidth of a B200, each of its {sms} multiprocessors gets {words:.1f} words a clock at {ghz} GHz: {shares[0]:.0f} % of all instructions that it can issue by the bits, {shares[1]:.0f} % by the conversion. "
-        "So `skinny` converts where there is the instruction and the assembler for it; with Triton 3.6, which vLLM 0.25.1 brings, there is none. Expected, not measured."
-    )
-
-
-def written(page: str) -> str:
-    return placed(page, BEGIN, END, paragraph() + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tritons", default="", help="folders with a Triton each, separated like PATH")
+    parser.add_argument("--tritons", required=True, help="folders with a Triton each, separated like PATH")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--page", type=Path, help="write the paragraph into it")
     options = parser.parse_args()
-    if options.tritons:
-        from qerl_nvfp4.measured import source_digest
+    from qerl_nvfp4.measured import source_digest
 
-        command = "fp4_conversion.py --tritons <one folder per version>"
-        record = {"command": command, "kernels": source_digest()}
-        record["rows"] = measure([Path(folder) for folder in options.tritons.split(":")])
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-    if options.page:
-        options.page.write_text(written(options.page.read_text()))
+    record = {"command": "fp4_conversion.py --tritons <one folder per version>", "kernels": source_digest()}
+    record["rows"] = measure([Path(folder) for folder in options.tritons.split(":")])
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def no_kernel_was_replaced():
-    """A kernel that does not compile falls back to a slower one, which gives the right result: tests must see it all the same."""
+    """A kernel that does not compile falls back to a slower one, which gives the right result: tests must see it all
+    the same.
+    """
     yield
     if "qerl_nvfp4.fallback" in sys.modules:
         assert not sys.modules["qerl_nvfp4.fallback"].refused

@@ -1,11 +1,13 @@
 """Our Gluon kernels on a CPU, executed from their source: what numbers they compute, and who waits for whom.
 
-A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is drawn by lot. Bulk
-copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows, and so do copies to global memory:
-a stage that is filled or given back too early gives wrong numbers, one that is never given back a deadlock. Shared memory begins as NaN.
-What a launch may only read after `gdc_wait` (x and all scratch memory) is destroyed until the kernel before it "ends".
+A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is
+drawn by lot. Bulk copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows,
+and so do copies to global memory: a stage that is filled or given back too early gives wrong numbers, one that is never
+given back a deadlock. Shared memory begins as NaN. What a launch may only read after `gdc_wait` (x and all scratch
+memory) is destroyed until the kernel before it "ends".
 
-Not emulated: layouts (the compiler refuses wrong ones, test_kernels_sm90.py) and races between the warps of one partition.
+Not emulated: layouts (the compiler refuses wrong ones, test_kernels_sm90.py) and races between the warps of one
+partition.
 """
 
 import ast
@@ -23,14 +25,9 @@ import ptx_emulator as ptx
 import torch
 
 NUMPY = {
-    "i1": np.bool_,
-    "u8": np.uint8,
-    "i16": np.int16,
-    "i32": np.int32,
-    "i64": np.int64,
-    "f32": np.float32,
+    "i1": np.bool_, "u8": np.uint8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "f32": np.float32,
     "bf16": np.uint16,
-}
+}  # fmt: skip
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
 BITS = {"u8": 8, "i16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64}
 
@@ -79,61 +76,6 @@ class Tensor:
     def __sub__(self, o):
         return self._with(o, "sub" if self.to_kind else np.subtract)
 
-    def __rsub__(self, o):
-        return self._with(o, lambda a, b: b - a)
-
-    def __mul__(self, o):
-        return self._with(o, np.multiply)
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, o):
-        return self._with(o, np.floor_divide)
-
-    def __rfloordiv__(self, o):
-        return self._with(o, lambda a, b: b // a)
-
-    def __mod__(self, o):
-        return self._with(o, np.mod)
-
-    def __rmod__(self, o):
-        return self._with(o, lambda a, b: b % a)
-
-    def __and__(self, o):
-        return self._with(o, np.bitwise_and)
-
-    __rand__ = __and__
-
-    def __or__(self, o):
-        return self._with(o, np.bitwise_or)
-
-    def __xor__(self, o):
-        return self._with(o, np.bitwise_xor)
-
-    def __lshift__(self, o):
-        return self._with(o, np.left_shift)
-
-    def __rshift__(self, o):
-        return self._with(o, np.right_shift)
-
-    def __lt__(self, o):
-        return self._with(o, np.less, "i1")
-
-    def __le__(self, o):
-        return self._with(o, np.less_equal, "i1")
-
-    def __gt__(self, o):
-        return self._with(o, np.greater, "i1")
-
-    def __ge__(self, o):
-        return self._with(o, np.greater_equal, "i1")
-
-    def __eq__(self, o):
-        return self._with(o, np.equal, "i1")
-
-    def __ne__(self, o):
-        return self._with(o, np.not_equal, "i1")
-
     __hash__ = None
 
     def __bool__(self):
@@ -167,6 +109,18 @@ class Tensor:
             return Tensor(ptx.bfloat16_bits(self.a.astype(np.float64)), "bf16")
         values = ptx.bfloat16_value(self.a) if self.kind == "bf16" else self.a
         return Tensor(values.astype(NUMPY[kind]), kind)
+
+
+for _name, _compute in {
+    "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift, "rmul": np.multiply,
+    "rand": np.bitwise_and, "rsub": lambda a, b: b - a, "rfloordiv": lambda a, b: b // a, "rmod": lambda a, b: b % a,
+}.items():  # fmt: skip
+    setattr(Tensor, f"__{_name}__", lambda self, other, compute=_compute: self._with(other, compute))
+for _name, _compute in {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}.items():  # fmt: skip
+    setattr(Tensor, f"__{_name}__", lambda self, other, compute=_compute: self._with(other, compute, "i1"))
 
 
 class Pending(Tensor):
@@ -395,7 +349,7 @@ class Machine:
 machine = Machine()
 
 
-# --- the language -----------------------------------------------------------------------------------------------------------------
+# --- the language ---------------------------------------------------------------------------------
 
 
 def constexpr(value):
@@ -441,7 +395,7 @@ def where(condition, a, b):
 
 
 def _neighbours(args: list[np.ndarray], pack: int) -> int:
-    """The axis along which `pack` values are neighbours: their offsets differ by one, or their addresses by four bytes."""
+    """The axis along which `pack` values are neighbours: offsets differ by 1, or addresses by 4 bytes."""
     for a in args:
         for axis in reversed(range(a.ndim)):
             if a.shape[axis] % pack == 0 and a.dtype.kind == "i":
@@ -650,12 +604,7 @@ class _Language:
 
     constexpr = staticmethod(constexpr)
     float32, bfloat16, int16, int32, int64, uint8 = "f32", "bf16", "i16", "i32", "i64", "u8"
-    load, store, atomic_add, where = (
-        staticmethod(load),
-        staticmethod(store),
-        staticmethod(atomic_add),
-        staticmethod(where),
-    )
+    load, store, atomic_add, where = map(staticmethod, (load, store, atomic_add, where))
     inline_asm_elementwise = staticmethod(inline_asm_elementwise)
     allocate_shared_memory = staticmethod(allocate_shared_memory)
     warp_specialize = staticmethod(warp_specialize)
@@ -700,24 +649,13 @@ def _jit(fn=None, **_):
 
 gl = _Language()
 FAKES = {
-    "gluon": SimpleNamespace(jit=_jit, constexpr_function=lambda f: f),
-    "triton": SimpleNamespace(jit=_jit),
-    "gl": gl,
-    "tl": gl,
-    "mbarrier": mbarrier,
-    "async_copy": async_copy,
-    "copy_to_shared": async_copy.copy,
-    "tma": SimpleNamespace(store_wait=store_wait),
-    "mma_v2": lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"),
-    "fence_async_shared": lambda: None,
-    "warpgroup_mma": warpgroup_mma,
-    "warpgroup_mma_wait": warpgroup_mma_wait,
-    "gdc_wait": gdc_wait,
-    "gdc_launch_dependents": lambda: None,
-    "barrier": lambda: machine.pause(),
-    "async_load": async_load,
+    "gluon": SimpleNamespace(jit=_jit, constexpr_function=lambda f: f), "triton": SimpleNamespace(jit=_jit), "gl": gl,
+    "tl": gl, "mbarrier": mbarrier, "async_copy": async_copy, "copy_to_shared": async_copy.copy,
+    "tma": SimpleNamespace(store_wait=store_wait), "mma_v2": gl.dot, "fence_async_shared": lambda: None,
+    "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "gdc_wait": gdc_wait,
+    "gdc_launch_dependents": lambda: None, "barrier": lambda: machine.pause(), "async_load": async_load,
     "async_store": async_store,
-}
+}  # fmt: skip
 
 
 #: files without a kernel

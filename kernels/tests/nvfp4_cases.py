@@ -1,5 +1,9 @@
 """Random and nasty weights for the kernel tests."""
 
+import os
+import subprocess
+import sys
+
 import torch
 
 
@@ -24,7 +28,9 @@ def random_weight(N: int, K: int, seed: int = 0, device: str = "cpu", per_row: b
 
 
 def in_aligned_rows(scale: torch.Tensor) -> torch.Tensor:
-    """The same block scales in rows of whole 16 bytes, as `align_scale_rows` has them, but with other scales than zeros behind each row."""
+    """The same block scales in rows of whole 16 bytes, as `align_scale_rows` has them, but with other scales than zeros
+    behind each row.
+    """
     N, blocks = scale.shape
     rows = torch.full((N, -(-blocks // 16) * 16), 0x7E, dtype=scale.dtype, device=scale.device)
     rows[:, :blocks] = scale
@@ -32,7 +38,7 @@ def in_aligned_rows(scale: torch.Tensor) -> torch.Tensor:
 
 
 def leftovers() -> list[str]:
-    """Scratch memory that launches did not leave as they found it: counters at zero, cells empty; waits for the device."""
+    """Scratch memory that launches left changed: counters not zero, cells not empty; waits for the device."""
     from qerl_nvfp4 import launch
 
     found = []
@@ -49,3 +55,10 @@ def leftovers() -> list[str]:
             at = wrong.flatten().nonzero()[:4].flatten().tolist()
             found.append(f"{name} of {'graphs' if place == -1 else 'a stream'} at {at}")
     return found
+
+
+def in_a_fresh_process(file: str, seconds: float, *options: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run a test file with Triton's compiler, which the interpreter of this process replaces."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-rA", *options, file]
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=seconds)

@@ -1,6 +1,8 @@
-"""Inline assembly on a CPU: the PTX instructions that our kernels use, for many threads at once, each with its own branches.
+"""Inline assembly on a CPU: the PTX instructions that our kernels use, for many threads at once, each with its own
+branches.
 
-Registers hold bits, in uint64 arrays of one element per thread. Memory is reached through `memory`, which gluon_emulator.py provides.
+Registers hold bits, in uint64 arrays of one element per thread. Memory is reached through `memory`, which
+gluon_emulator.py provides.
 """
 
 import functools
@@ -110,7 +112,7 @@ def parse(asm: str) -> tuple[list[tuple], dict[str, int]]:
 
 
 def run(asm: str, outputs: int, inputs: list[Bits], memory=None) -> list[Bits]:
-    """The output registers. `memory` has load(addresses, bytes), store(...) and add(...); instructions may wait in it."""
+    """The output registers. `memory` has load(addresses, bytes), store(...) and add(...), which may wait."""
     program, labels = parse(asm)
     threads = len(inputs[0]) if inputs else 1
     registers: dict[str, np.ndarray] = {f"${outputs + i}": bits.astype(np.uint64) for i, bits in enumerate(inputs)}
@@ -222,15 +224,19 @@ def _execute(opcode: str, operands: list[str], on, value, put, memory) -> None:
     elif kind == "f32":
         a = [floats(x) for x in v]
         with np.errstate(all="ignore"):
-            made = {"mul": lambda: a[0] * a[1], "add": lambda: a[0] + a[1], "sub": lambda: a[0] - a[1], "div": lambda: a[0] / a[1],
-                    "min": lambda: np.fmin(*a), "max": lambda: np.fmax(*a), "rcp": lambda: np.float32(1) / a[0]}[name]()  # fmt: skip
+            made = {
+                "mul": lambda: a[0] * a[1], "add": lambda: a[0] + a[1], "sub": lambda: a[0] - a[1],
+                "div": lambda: a[0] / a[1], "min": lambda: np.fmin(*a), "max": lambda: np.fmax(*a),
+                "rcp": lambda: np.float32(1) / a[0],
+            }[name]()  # fmt: skip
         put(target, float_bits(made))
     elif name == "mad" and kinds == ["wide", "s32"]:
         put(target, (signed(v[0]) * signed(v[1]) + signed(v[2], 64)).astype(np.uint64))
     else:
         integer = {
-            "and": lambda: v[0] & v[1], "or": lambda: v[0] | v[1], "xor": lambda: v[0] ^ v[1], "add": lambda: v[0] + v[1],
-            "sub": lambda: v[0] - v[1], "mul": lambda: v[0] * v[1], "mad": lambda: v[0] * v[1] + v[2], "prmt": lambda: prmt(*v),
+            "and": lambda: v[0] & v[1], "or": lambda: v[0] | v[1], "xor": lambda: v[0] ^ v[1],
+            "add": lambda: v[0] + v[1], "sub": lambda: v[0] - v[1], "mul": lambda: v[0] * v[1],
+            "mad": lambda: v[0] * v[1] + v[2], "prmt": lambda: prmt(*v),
             "shl": lambda: v[0] << np.minimum(v[1], np.uint64(63)), "shr": lambda: (v[0] & low) >> v[1],
             "lop3": lambda: lookup(*v[:3], int(v[3][0])),
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """A row of y does not depend on how many other rows there are: the batch-invariant selection, bit for bit.
 
-On a CPU the Hopper kernel runs in the emulator and the portable one in Triton's interpreter, which show what is added to what; how a
-matrix instruction adds up within itself only the GPU tests see.
+On a CPU the Hopper kernel runs in the emulator and the portable one in Triton's interpreter, which show what is added
+to what; how a matrix instruction adds up within itself only the GPU tests see.
 """
 
 import random
@@ -23,7 +23,9 @@ hopper_only = pytest.mark.skipif(
 
 
 class Problem:
-    """A weight with bias, and an adapter or none; tokens of which any number may be asked for. `aligned`: rows of scales as an engine's."""
+    """A weight with bias, and an adapter or none; tokens of which any number may be asked for. `aligned`: rows of
+    scales as an engine's.
+    """
 
     def __init__(
         self, N: int, K: int, tokens: int, rank: int, splits, device: str, dtype=torch.bfloat16, aligned: bool = True
@@ -116,7 +118,7 @@ def test_it_is_an_error_where_it_cannot_be_had():
         qerl_nvfp4.linear(torch.randn(2, 64), *weight, batch_invariant=True)
 
 
-# --- on a GPU -------------------------------------------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 SIZES = (512, 2, 3, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 160, 200, 256, 257, 384, 511, 1025, 1500)
 
@@ -161,7 +163,9 @@ def test_a_row_alone_is_the_same_row_in_any_batch(N, K, rank, splits, dtype):
 @pytest.mark.kernels_ci
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 def test_random_shapes():
-    """Right, and the same bits for the rows from any place on, alone or with others: 500 matrices of any shape that there are kernels for."""
+    """Right, and the same bits for the rows from any place on, alone or with others: 500 matrices of any shape that
+    there are kernels for.
+    """
     seed = torch.seed() % 2**31
     rng = random.Random(seed)
     for case in range(500):
@@ -189,7 +193,9 @@ def test_random_shapes():
 @hopper_only
 @pytest.mark.parametrize("rank,splits", [(0, None), (32, (3584, 512, 512))], ids=["base", "adapter"])
 def test_widths_of_the_instruction_agree(rank, splits):
-    """The mode takes 16 to 128 tokens per wgmma; one after the other, so that a failure says which width adds up otherwise."""
+    """The mode takes 16 to 128 tokens per wgmma; one after the other, so that a failure says which width adds up
+    otherwise.
+    """
     N, K = 4608, 3584
     problem = Problem(N, K, 128, rank, splits, "cuda")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -213,7 +219,9 @@ def test_widths_of_the_instruction_agree(rank, splits):
 @pytest.mark.kernels_ci
 @hopper_only
 def test_in_graphs_of_several_sizes():
-    """As an engine calls it: graphs of other sizes before and after, launches without a pause, one set of scratch memory."""
+    """As an engine calls it: graphs of other sizes before and after, launches without a pause, one set of scratch
+    memory.
+    """
     N, K, splits = 3584, 18944, (3584,)
     problem = Problem(N, K, 256, 32, splits, "cuda")
 

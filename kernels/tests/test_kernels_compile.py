@@ -1,9 +1,11 @@
-"""Every kernel that is selected compiles, for six GPUs, with the installed Triton and with those that QERL_TRITONS names.
+"""Every kernel that is selected compiles, for six GPUs, with the installed Triton and with those that QERL_TRITONS
+names.
 
 QERL_TRITONS=DIR:DIR pytest kernels/tests/test_kernels_compile.py      one folder per version, made by
     pip install --no-deps --target DIR triton==3.9.0
 
-On each card a configuration is compiled for one rank of the adapter, in turn; with QERL_EXHAUSTIVE=1 for all, and more matrices.
+On each card a configuration is compiled for one rank of the adapter, in turn; with QERL_EXHAUSTIVE=1 for all, and more
+matrices.
 """
 
 import functools

@@ -191,7 +191,9 @@ def test_what_was_timed_holds_for_its_gpu_rows_and_kernels_only(shipped, monkeyp
 
 
 def test_a_variant_has_no_price_beyond_what_it_was_measured_for():
-    """x A^T beside the product is a candidate for many tokens and the widest tiles: where that was never timed, it is not chosen."""
+    """x A^T beside the product is a candidate for many tokens and the widest tiles: where that was never timed, it is
+    not chosen.
+    """
     far = [
         (N, K, M, config)
         for N, K in ((896, 896), (3584, 3584), (37888, 3584))
@@ -211,124 +213,10 @@ def test_a_variant_has_no_price_beyond_what_it_was_measured_for():
     assert seen == {(True, 272), (False, 272), (True, 400), (False, 400), (True, 512), (False, 512), (False, 1024)}
 
 
-def timed_row(matrix: str, M: int, us: dict[str, float], **more) -> dict:
-    """A row of every_size.py's with candidates called by their kernel and width."""
-    candidates = [
-        {"config": {"kernel": "wide", "BM": int(BM), "P": 2, "S": 3, "X": 5, "tasks": True, "grid": 132}, "us": t} for BM, t in us.items()
-    ]  # fmt: skip
-    return {"matrix": matrix, "N": 4608, "K": 3584, "M": M, "rows": 96, "candidates": candidates} | more
-
-
-def test_no_variant_is_left_out_that_one_number_of_tokens_needs(monkeypatch):
-    """Timings of many other sizes made the mean loss small, and a tile that was the best by 8 % at 80 tokens went."""
-    monkeypatch.syspath_prepend(RESULT.parents[1])
-    import fit
-
-    rows = [
-        timed_row("a", 80, {"144": 10.8, "80": 10.0}),
-        *(timed_row("a", M, {"144": 20.0}) for M in range(96, 1000, 8)),
-    ]
-    assert {name.split()[1] for name in fit.fewest(rows, fit.TOLERANCE, fit.AT_ANY_SIZE)} == {"BM=144", "BM=80"}
-    assert {name.split()[1] for name in fit.fewest(rows, fit.TOLERANCE)} == {"BM=144"}, "by the mean alone"
-
-
-def test_what_was_timed_last_decides(monkeypatch):
-    monkeypatch.syspath_prepend(RESULT.parents[1])
-    import fit
-
-    run = {"device": "d", "multiprocessors": 132, "torch": "2", "triton": "3", "command": "c"}
-    old = run | {
-        "commit": "old",
-        "matrices": [timed_row("a", 80, {"144": 10.0, "80": 12.0}), timed_row("a", 96, {"144": 9.0})],
-    }
-    new = run | {"commit": "new", "matrices": [timed_row("a", 80, {"144": 11.0, "80": 10.0})]}
-    whole = fit.joined([old, new])
-    assert whole["commit"] == "old" and [more["commit"] for more in whole["more"]] == ["new"]
-    assert [row.get("commit") for row in whole["matrices"]] == [None, None, "new"]
-    assert [(row["M"], row.get("commit")) for row in fit.latest(whole["matrices"])] == [(80, "new"), (96, None)]
-    beside = fit.joined([whole, run | {"commit": "at 72", "matrices": [timed_row("a", 72, {"144": 9.0})]}])
-    assert [(row["M"], row.get("commit")) for row in fit.latest(beside["matrices"])] == [(96, None), (72, "at 72")], (
-        "72 and 80 tokens are answered by one configuration"
-    )
-    assert fit.joined([whole, new | {"commit": "newer"}])["more"][-1]["commit"] == "newer" and "more" not in fit.joined(
-        [old]
-    )
-
-
-def test_a_joined_file_keeps_what_made_its_rows_wherever_it_stands(monkeypatch):
-    monkeypatch.syspath_prepend(RESULT.parents[1])
-    import fit
-
-    def run(commit: str) -> dict:
-        head = {"device": "d", "multiprocessors": 132, "torch": "2", "triton": "3", "command": "c", "commit": commit}
-        return head | {"matrices": [timed_row(commit, 80, {"144": 10.0})]}
-
-    ab, cd = fit.joined([run("a"), run("b")]), fit.joined([run("c"), run("d")])
-    whole = fit.joined([ab, cd, run("e")])
-    assert [whole["commit"], *(more["commit"] for more in whole["more"])] == ["a", "b", "c", "d", "e"]
-    assert [(row["matrix"], row.get("commit", "a")) for row in whole["matrices"]] == [(name, name) for name in "abcde"]
-    assert [more["commit"] for more in ab["more"]] == ["b"] and [more["commit"] for more in cd["more"]] == ["d"]
-
-
-@pytest.mark.parametrize(
-    "other", [{"device": "NVIDIA H100"}, {"multiprocessors": 114}], ids=lambda other: next(iter(other))
-)
-@pytest.mark.parametrize("within", [False, True], ids=["a run", "a joined one"])
-def test_runs_of_several_gpus_are_not_joined(monkeypatch, other, within):
-    """The cost model would be fitted to both, by the number of multiprocessors of one."""
-    monkeypatch.syspath_prepend(RESULT.parents[1])
-    import fit
-
-    head = {
-        "device": "NVIDIA H200",
-        "multiprocessors": 132,
-        "torch": "2",
-        "triton": "3",
-        "command": "c",
-        "commit": "one",
-    }
-    last = head | other | {"commit": "two"}
-    last = (head | {"commit": "three", "more": [last]} if within else last) | {"matrices": []}
-    with pytest.raises(ValueError, match=r"one.*NVIDIA H200.*132.*two.*") as caught:
-        fit.joined([head | {"matrices": []}, last])
-    assert str(next(iter(other.values()))) in str(caught.value)
-
-
-def test_what_cannot_be_the_fastest_is_not_timed(monkeypatch):
-    """A variant whose x A^T was never timed beside the product is judged by the one that was."""
-    monkeypatch.syspath_prepend(RESULT.parents[1])
-    import every_size
-
-    N, K, M, rows = 37888, 3584, 512, 64
-    offered = cost.candidates(N, K, M, SMS)
-    assert every_size.hopeful(offered, N, K, M, rows, math.inf) == offered
-    found = every_size.hopeful(offered, N, K, M, rows, 1.15)
-    assert cost.cheapest(N, K, M, SMS, rows) in found and len(found) < len(offered) / 2
-    own = {False: 0, True: 0}
-    for config in found:
-        us = cost.predicted_us(config, N, K, M, SMS, rows)
-        own[math.isfinite(us)] += 1
-        assert math.isinf(us) or us <= 1.15 * cost.predicted_us(cost.cheapest(N, K, M, SMS, rows), N, K, M, SMS, rows)
-    assert own[True] and own[False]
-    tiles = {(config.get("BM"), config.get("P"), config.get("natural", False)) for config in found}
-    assert (256, 2, False) in tiles and (256, 2, True) in tiles, "by the tile that is nearest in size"
-    found = every_size.hopeful(cost.candidates(N, K, 264, SMS), N, K, 264, rows, 1.15)
-    assert {config.get("BM") for config in found} >= {144, 272}
-
-
-def test_no_guess_keeps_out_what_has_a_price(monkeypatch):
-    monkeypatch.syspath_prepend(RESULT.parents[1])
-    import every_size
-
-    for N, K, rows in ((55296, 5120, 64), (37888, 3584, 64), (2048, 1536, 96), (3584, 18944, 32)):
-        for M in (32, 72, 128, 264, 392, 512, 768):
-            found = every_size.hopeful(cost.candidates(N, K, M, SMS), N, K, M, rows, 1.1)
-            assert cost.cheapest(N, K, M, SMS, rows) in found, (N, K, M)
-            assert any(math.isinf(cost.predicted_us(c, N, K, M, SMS, rows)) for c in found) or M < 128
-
-
 def test_what_a_product_pays_for():
-    """Tokens that a tile has and the product has not; rounds of tasks, fewer where programs do nothing else; pieces of tiles."""
+    """Tokens that a tile has and the product has not; rounds of tasks, fewer where programs do nothing else; pieces of
+    tiles.
+    """
     wide = {"kernel": "wide", "BM": 192, "P": 2, "S": 3, "X": 5, "tasks": True, "grid": 132}
     paid = cost.terms(wide, 7168, 5120, 352, 132, 96)
     assert paid["units of tokens that are not"] == pytest.approx(56 * 20 * (2 - 352 / 192) / 132)
@@ -340,17 +228,3 @@ def test_what_a_product_pays_for():
     assert cost.terms(wide, 17920, 1536, 384, 132, 64)["pieces"] == 1 + 2, (
         "280 tiles: one whole, and 6.7 units of tiles of 6"
     )
-
-
-def test_a_factor_that_the_samples_do_not_tell_is_its_family_s(monkeypatch):
-    monkeypatch.syspath_prepend(RESULT.parents[1])
-    import fit
-
-    alike = [fit.Sample({"launch": 1.0, "units": n, "tiles": 2 * n}, 5 + 7 * n, 64) for n in (1.0, 3.0, 10.0)]
-    for near in ({"launch": 5.0, "units": 1.0, "tiles": 3.0}, {"launch": 5.0, "units": 5.0, "tiles": 1.0}):
-        assert fit.not_negative(alike, near) == pytest.approx(near, rel=1e-3), "both explain these samples"
-    assert fit.not_negative(alike)["launch"] == pytest.approx(5, rel=1e-3)
-    outlier = fit.Sample({"launch": 1.0, "units": 5.0, "tiles": 10.0}, 400.0, 64, weight=0.05)
-    assert fit.not_negative([*alike, outlier])["launch"] == pytest.approx(5, rel=0.2), "what counts little moves little"
-    parts = fit.by_tile({"launch": 1.0, "units": 2.0}, {"kernel": "wide", "BM": 128, "P": 3})
-    assert parts["launch", "nothing"] == 1 and parts["units", "rows x tokens"] == 12 and parts["units", "tokens"] == 4

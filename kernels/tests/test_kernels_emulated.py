@@ -1,4 +1,5 @@
-"""The Hopper kernels without a GPU: their source and their inline assembly in an emulator, launched by launch.py itself.
+"""The Hopper kernels without a GPU: their source and their inline assembly in an emulator, launched by launch.py
+itself.
 
 `planted.py` says which defects these tests find.
 """
@@ -93,7 +94,7 @@ def run(state, config, M, N, K, rank=0, splits=None, bias=True, per_row=False, t
         assert not leftovers()
 
 
-# --- decoding -------------------------------------------------------------------------------------------------------------------------
+# --- decoding -------------------------------------------------------------------------------------
 
 
 def literal(file: str, function: str) -> str:
@@ -131,7 +132,9 @@ def test_every_scale_byte_is_decoded():
 
 
 def test_every_pair_of_codes_times_every_scale_is_exact():
-    """Sign, magnitude and place of all eight codes of a word, for all values of a byte and all scales; by the bits, and by Blackwell's conversion."""
+    """Sign, magnitude and place of all eight codes of a word, for all values of a byte and all scales; by the bits, and
+    by Blackwell's conversion.
+    """
     byte, scale = (a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(256), np.arange(127)))
     word = sum((byte + np.uint64(37 * i) & np.uint64(255)) << np.uint64(8 * i) for i in range(4))
     for name, factor, places in (
@@ -192,7 +195,7 @@ def test_quantize_to_rtn_is_bit_equal():
         assert torch.equal(packed, expected[0]) and torch.equal(scales, expected[1])
 
 
-# --- the kernels ----------------------------------------------------------------------------------------------------------------------
+# --- the kernels ----------------------------------------------------------------------------------
 
 SKINNY = {"kernel": "skinny", "BM": 8, "WK": 2, "WN": 1, "R": 2, "grid": 5}
 
@@ -252,18 +255,7 @@ def wgmma(BM, P, S, permute, grid, **more) -> dict:
         (wgmma(16, 2, 3, False, 3, natural=True), 21, 192, 768, 0, None),
         ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2, "natural": True}, 53, 192, 768, 32, None),
     ],
-    ids=[
-        "split",
-        "adapter",
-        "halves",
-        "whole",
-        "cublas",
-        "wide",
-        "wide-two-tiles",
-        "natural-halves",
-        "natural",
-        "natural-wide",
-    ],
+    ids="split adapter halves whole cublas wide wide-two-tiles natural-halves natural natural-wide".split(),
 )
 def test_wgmma(emulated, config, M, N, K, rank, splits):
     """Fewer programs resident than there are: nobody may wait for one that has not started."""
@@ -290,7 +282,9 @@ def wgmma_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
 
 
 def wide_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
-    """With more units for each program than a ring of words has stages: the emulator takes a barrier that nobody waits for to be one that nobody could."""
+    """With more units for each program than a ring of words has stages: the emulator takes a barrier that nobody waits
+    for to be one that nobody could.
+    """
     BM = rng.choice((16, 48, 80))
     config = {
         "kernel": "wide",
@@ -348,10 +342,15 @@ def test_random_shapes_shards_and_ranks(emulated, monkeypatch, case, converts):
 
 @pytest.mark.parametrize(
     "BM,P,M",
-    [(208, 2, 200), (224, 2, 230), (256, 2, 250), (144, 2, 280), (192, 3, 300), (176, 3, 170), (208, 3, 400), (272, 2, 264), (288, 2, 280)],
+    [
+        (208, 2, 200), (224, 2, 230), (256, 2, 250), (144, 2, 280), (192, 3, 300), (176, 3, 170), (208, 3, 400),
+        (272, 2, 264), (288, 2, 280),
+    ],
 )  # fmt: skip
 def test_x_a_of_many_tokens(emulated, BM, P, M):
-    """The widest tiles, and more than 256 tokens, of which each tile waits for a flag of its own where x A^T is computed beside."""
+    """The widest tiles, and more than 256 tokens, of which each tile waits for a flag of its own where x A^T is
+    computed beside.
+    """
     from qerl_nvfp4 import cost
 
     S, X = cost.wide_stages(BM, P)
@@ -429,7 +428,10 @@ MMA = {"kernel": "mma", "BM": 32, "R": 2, "NS": 3, "SK": 2}
 
 @pytest.mark.parametrize(
     "config,K",
-    [(SKINNY, 512), (wgmma(16, 2, 3, True, 3), 512), (wgmma(16, 2, 3, True, 3), 544), (wgmma(16, 2, 2, False, 2), 480), (wgmma(16, 2, 2, False, 2, natural=True), 480), (MMA, 512)],
+    [
+        (SKINNY, 512), (wgmma(16, 2, 3, True, 3), 512), (wgmma(16, 2, 3, True, 3), 544),
+        (wgmma(16, 2, 2, False, 2), 480), (wgmma(16, 2, 2, False, 2, natural=True), 480), (MMA, 512),
+    ],
     ids=["skinny", "wgmma", "wgmma-544", "wgmma-480", "natural-480", "mma"],
 )  # fmt: skip
 def test_nan_in_one_token_touches_no_other(emulated, config, K):

@@ -1,4 +1,4 @@
-"""The folder as the Kernel Hub serves it: staged as kernel-builder lays a build out, loaded by the `kernels` library."""
+"""The folder as the Kernel Hub serves it: staged like a build, loaded by the `kernels` library."""
 
 import json
 import shutil
@@ -30,7 +30,8 @@ def from_hub(tmp_path_factory):
         PROJECT / "torch-ext" / "qerl_nvfp4", variant, ignore=shutil.ignore_patterns("__pycache__", "_ops.py")
     )
     (variant / "_ops.py").write_text(
-        f"import torch\nops = torch.ops.{NAMESPACE}\n\n\ndef add_op_namespace_prefix(name):\n    return f'{NAMESPACE}::{{name}}'\n"
+        f"import torch\nops = torch.ops.{NAMESPACE}\n\n\ndef add_op_namespace_prefix(name):\n    return "
+        f"f'{NAMESPACE}::{{name}}'\n"
     )
     metadata = {"id": "qerl_nvfp4_test", "python-depends": [], "backend": {"type": backend}}
     metadata |= {key: general[key] for key in ("name", "version", "license")}

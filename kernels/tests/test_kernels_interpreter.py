@@ -163,7 +163,9 @@ def test_permuted_x_has_the_order_of_the_decoded_weights(K):
 @pytest.mark.parametrize("splits", [None, (500, 140, 128)], ids=["one", "three"])
 @pytest.mark.parametrize("rank", [8, 12], ids=["joined", "maybe_afterwards"])
 def test_dense_product_with_an_adapter(rank, splits, pieces):
-    """Wide output: the adapter is part of the product when its stacked rank is a multiple of 8, and is added afterwards if not."""
+    """Wide output: the adapter is part of the product when its stacked rank is a multiple of 8, and is added afterwards
+    if not.
+    """
     N, K, M = 768, 64, 5
     packed, scale, gs = random_weight(N, K, seed=rank)
     g = torch.Generator().manual_seed(1)

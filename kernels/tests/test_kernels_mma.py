@@ -1,4 +1,5 @@
-"""The kernel for Ampere, Ada and GeForce Blackwell: what is compiled for them, without a GPU, and what is selected there.
+"""The kernel for Ampere, Ada and GeForce Blackwell: what is compiled for them, without a GPU, and what is selected
+there.
 
 What it computes: test_kernels_emulated.py, and test_kernels_gpu.py on whatever GPU there is.
 """
@@ -6,17 +7,13 @@ What it computes: test_kernels_emulated.py, and test_kernels_gpu.py on whatever 
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
 import test_kernels_sm90 as sm90
 import triton
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import expected
+from nvfp4_cases import in_a_fresh_process
 
 from qerl_nvfp4 import bounds, cost, ops, select
 
@@ -77,16 +74,13 @@ def test_it_compiles_where_it_is_not_selected(capability):
 
 @pytest.mark.skipif(INSIDE, reason="the outer test")
 def test_in_a_fresh_process():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"QERL_MMA_COMPILE": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-o", "addopts=", "-rA", "-k", "costs or compiles"]
-    command = [sys.executable, "-m", "pytest", __file__, *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    result = in_a_fresh_process(__file__, 900, "--noconftest", "-k", "costs or compiles", QERL_MMA_COMPILE="1")
     print(result.stdout)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert f"{len(bounds.ISSUED) * len(CAPABILITIES) + 2} passed" in result.stdout
 
 
-# --- what is selected -----------------------------------------------------------------------------------------------------------------
+# --- what is selected -----------------------------------------------------------------------------
 
 
 def test_no_bank_of_shared_memory_is_asked_twice():
@@ -160,11 +154,6 @@ def test_no_bound_is_below_the_floor(card):
             for config in bounds.mma_candidates(N, K, M, card.sms, select.shared_memory_limit(0)):
                 assert max(bounds.mma_bounds(card, config, N, K, M).values()) >= 0.999 * bounds.floor_us(card, N, K, M)
             assert bounds.dense_us(card, N, K, M) > bounds.bf16_us(card, N, K, M) > bounds.floor_us(card, N, K, M)
-
-
-def test_the_page_shows_what_is_expected():
-    page = expected.PAGE.read_text()
-    assert expected.written(page, "7B") == page, "run kernels/benchmarks/expected.py --page kernels/HOW_IT_WORKS.md"
 
 
 def test_a_configuration_from_a_file_that_cannot_run_is_refused():

@@ -3,12 +3,11 @@
 import functools
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from nvfp4_cases import in_a_fresh_process
 
 triton = pytest.importorskip("triton")
 # the interpreter replaces triton.jit when triton is imported, so compilation happens in a fresh process
@@ -288,24 +287,10 @@ def test_without_a_gpu_it_does_nothing():
 
 @pytest.mark.skipif(bool(INSIDE), reason="the outer test")
 def test_in_fresh_processes(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        __file__,
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--noconftest",
-        "-o",
-        "addopts=",
-        "-rA",
-    ]
     # what the second process finds on the disk is for those that compile; the others would only repeat what they said
     for state, chosen, passed in (("cold", [], 23), ("warm", ["-k", "not no_other_number_of_tokens"], 10)):
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        environment |= {"QERL_PRECOMPILE_TEST": state, "TRITON_CACHE_DIR": str(tmp_path)}
-        result = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment, timeout=600)
+        variables = {"QERL_PRECOMPILE_TEST": state, "TRITON_CACHE_DIR": str(tmp_path)}
+        result = in_a_fresh_process(__file__, 600, "--noconftest", *chosen, **variables)
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
         assert f"{passed} passed" in result.stdout
 

@@ -114,7 +114,9 @@ def test_block_scales_of_another_type_are_refused(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_global_scale_of_another_type_is_refused(dtype):
-    """No kernel compiles for it, which was taken for a compiler's fault: from then on none was tried for this GPU, and float32 ran in plain PyTorch too."""
+    """No kernel compiles for it, which was taken for a compiler's fault: from then on none was tried for this GPU, and
+    float32 ran in plain PyTorch too.
+    """
     packed, scale, gs = random_weight(64, 64)
     for call in (
         lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, gs.to(dtype)),
@@ -151,14 +153,7 @@ def test_a_tensor_of_another_device_is_refused(name):
 
 @pytest.mark.parametrize(
     ("rows", "stride", "copied"),
-    [
-        (3, 64, False),
-        (3, 96, False),
-        (3, 0, True),
-        (3, 16, True),
-        (4, 2**29, True),
-        (4, 2**29 - 8, False),
-    ],
+    [(3, 64, False), (3, 96, False), (3, 0, True), (3, 16, True), (4, 2**29, True), (4, 2**29 - 8, False)],
 )
 def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied, monkeypatch):
     """x A^T counts in 32 bits; the copy engine takes no rows that overlap."""
@@ -169,7 +164,7 @@ def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied, monkeyp
 
 @pytest.mark.parametrize("shape", [(1, 64), (3,), (32,), (64, 1), (64, 2), (0,)], ids=str)
 def test_a_global_scale_of_another_shape_is_refused(shape):
-    """(1, N) was read as the first row's for all, and three as those of the first three rows with whatever lies behind."""
+    """(1, N) was read as the first row's for all, three as the first three rows' and what lies behind."""
     packed, scale, gs = random_weight(64, 64)
     weight, wrong = torch.randn(64, 64).bfloat16(), torch.rand(shape) + 1
     calls = [
@@ -207,27 +202,16 @@ def test_a_gradient_that_would_be_lost_is_refused():
     packed, scale, gs = random_weight(32, 64)
     x, weight = torch.randn(2, 64, requires_grad=True), torch.ones(64, requires_grad=True)
     b = torch.randn(32, 4, requires_grad=True)
-    calls = (
+    for call in (
         lambda: qerl_nvfp4.linear(x, packed, scale, gs),
         lambda: qerl_nvfp4.linear(x.detach(), packed, scale, gs, None, torch.randn(4, 64), b),
         lambda: qerl_nvfp4.rms_norm(x.detach(), weight, 1e-6),
-    )
-    for call in calls:
-        with pytest.raises(RuntimeError, match="no autograd"):
+        lambda: torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) + x.sum(), backend="aot_eager")(x),
+    ):
+        with pytest.raises(Exception, match="no autograd"):
             call()
         with torch.no_grad():
             call()
-    compiled = torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) + x.sum(), backend="aot_eager")
-    with pytest.raises(Exception, match="no autograd"):
-        compiled(x)
-    with torch.no_grad():
-        compiled(x)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")
-def test_without_a_gpu_it_says_that_it_is_slow():
-    assert not qerl_nvfp4.is_available()
-    assert "slow" in qerl_nvfp4.describe("cpu")
 
 
 def test_operators_have_correct_fakes():

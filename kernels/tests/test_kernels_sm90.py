@@ -1,13 +1,15 @@
-"""Compile for sm_90 without a GPU and pin what makes the kernels fast: register operands, no local memory, few instructions per weight."""
+"""Compile for sm_90 without a GPU and pin what makes the kernels fast: register operands, no local memory, few
+instructions per weight.
+"""
 
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from nvfp4_cases import in_a_fresh_process
 
 triton = pytest.importorskip("triton")
 # the interpreter replaces triton.jit when triton is imported, so compilation happens in a fresh process
@@ -48,36 +50,16 @@ def hot_loop(code: list[tuple[int, str, str]], matrix: str, count: int = 0) -> l
 
 
 POINTERS = {
-    "x_ptr": "*bf16",
-    "w_ptr": "*i32",
-    "s_ptr": "*i16",
-    "gs_ptr": "*fp32",
-    "bias_ptr": "*bf16",
-    "a_ptr": "*bf16",
-    "xa_ptr": "*fp32",
-    "slice_ptr": "*fp32",
-    "ticket_ptr": "*i32",
-    "flag_ptr": "*i32",
-    "taken_ptr": "*i32",
-    "count_ptr": "*i32",
-    "b_ptr": "*bf16",
-    "y_ptr": "*bf16",
-    "ws_ptr": "*fp32",
-    "cnt_ptr": "*i32",
-    "done_ptr": "*i32",
-}
+    "x_ptr": "*bf16", "w_ptr": "*i32", "s_ptr": "*i16", "gs_ptr": "*fp32", "bias_ptr": "*bf16", "a_ptr": "*bf16",
+    "xa_ptr": "*fp32", "slice_ptr": "*fp32", "ticket_ptr": "*i32", "flag_ptr": "*i32", "taken_ptr": "*i32",
+    "count_ptr": "*i32", "b_ptr": "*bf16", "y_ptr": "*bf16", "ws_ptr": "*fp32", "cnt_ptr": "*i32", "done_ptr": "*i32",
+}  # fmt: skip
 
 
 def compile_sm90(
-    kernel,
-    constants: dict,
-    num_warps: int,
-    descriptors: dict | None = None,
-    num_stages: int = 3,
-    pointers: dict | None = None,
-    registers: int | None = None,
-    capability: int = 90,
-):
+    kernel, constants: dict, num_warps: int, descriptors: dict | None = None, num_stages: int = 3,
+    pointers: dict | None = None, registers: int | None = None, capability: int = 90,
+):  # fmt: skip
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -103,7 +85,8 @@ def check(code, matrix: str, weights_per_thread: int, limit: float, spills: int 
     ratio = len(body) / weights_per_thread
     local = sum(op.startswith(("LDL", "STL")) for op in opcodes(code))
     print(
-        f"{len(body)} instructions for {weights_per_thread} weights per thread: {ratio:.2f}; {local} accesses to local memory"
+        f"{len(body)} instructions for {weights_per_thread} weights per thread: {ratio:.2f}; {local} accesses to "
+        "local memory"
     )
     if triton.__version__.startswith(("3.6.", "3.7.")):  # later ones spill more
         assert ratio < limit
@@ -148,20 +131,9 @@ def test_skinny(BM, WK, WN, R, late, rank, programs, limit):
     from qerl_nvfp4 import hopper
 
     constants = {
-        "swn": 448,
-        "ssn": 112,
-        "BM": BM,
-        "WK": WK,
-        "WN": WN,
-        "R": R,
-        "BIAS": rank > 0,
-        "RANK": rank,
-        "K": 3584,
-        "SLICE": 512,
-        "LATE": late,
-        "PDL": True,
-        "CONVERT": False,
-    }
+        "swn": 448, "ssn": 112, "BM": BM, "WK": WK, "WN": WN, "R": R, "BIAS": rank > 0, "RANK": rank, "K": 3584,
+        "SLICE": 512, "LATE": late, "PDL": True, "CONVERT": False,
+    }  # fmt: skip
     pointers = {"xa_ptr": "*i32", "ws_ptr": "*i32"}
     registers = min(255, 65536 // (programs * WK * WN * 32) // 8 * 8)
     kernel = compile_sm90(hopper.skinny_kernel, constants, WK * WN, None, 3, pointers, registers)
@@ -191,18 +163,9 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     permute, natural = permute is True, permute == "natural"
     average, registers, ring_registers = hopper.registers(BM, P, permute, rank > 0)
     constants = {
-        "BM": BM,
-        "P": P,
-        "S": S,
-        "BIAS": rank > 0,
-        "RANK": rank,
-        "TASKS": rank > 0,
-        "PDL": True,
-        "PERMUTE": permute,
-        "NATURAL": natural,
-        "REGS": registers,
-        "RING_REGS": ring_registers,
-    }
+        "BM": BM, "P": P, "S": S, "BIAS": rank > 0, "RANK": rank, "TASKS": rank > 0, "PDL": True, "PERMUTE": permute,
+        "NATURAL": natural, "REGS": registers, "RING_REGS": ring_registers,
+    }  # fmt: skip
     descriptors = {
         "x_d": f"tensordesc<bf16[{BM}, 128],{hopper.X_SHARED!r}>",
         "w_d": f"tensordesc<i32[64, {32 // hopper.pieces_of(S)}],{hopper.words_layout(S)!r}>",
@@ -219,7 +182,8 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     code = disassemble(compiled.asm["cubin"])
     check(code, "HGMMA", 128, 5.0 if natural else 3.5, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
-    # a group waits eight times in its loop, once after it and once a piece of the adapter (ptxas copies one or two), else wgmma is serialized
+    # a group waits eight times in its loop, once after it and once a piece of the adapter (ptxas copies one or two),
+    # else wgmma is serialized
     assert len(waits) <= P * (9 + (rank + 31) // 32) + 2
     assert sum("0x1" in rest for rest in waits) == 8 * P, "a wgmma runs on during the next decode"
     everything = opcodes(code)
@@ -230,18 +194,6 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     if permute:
         stores = [op for op in opcodes(code) if op.startswith("STS")]
         assert sum("128" in op for op in stores) >= BM // 4, "x is put in order 16 bytes at a time"
-
-
-@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
-def test_a_tile_of_two_widths_decodes_a_weight_once():
-    BM, P, rank = 160, 2, 32
-    code = disassemble(wide(BM, P, rank).asm["cubin"])
-    check(code, "HGMMA", 128, 4.6, 8, count=2 * 16)
-    waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
-    assert len(waits) <= P * (9 + rank // 32) + 2
-    assert sum("0x2" in rest for rest in waits) == 8 * P, "both wgmma of a piece run on during the next decode"
-    everything = opcodes(code)
-    assert sum(op.startswith("UTMASTG") for op in everything) == P * BM // 16
 
 
 def wide(BM: int, P: int, rank: int, natural: bool = False, tasks: bool = True):
@@ -268,34 +220,34 @@ def wide(BM: int, P: int, rank: int, natural: bool = False, tasks: bool = True):
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
-@pytest.mark.parametrize("BM,spills", [(192, 40), (208, 40), (224, 40), (256, 40)])
-def test_x_a_beside_the_widest_tiles_leaves_the_loop_in_registers(BM, spills):
-    from qerl_nvfp4 import hopper_wide
-
-    code = disassemble(wide(BM, 2, 32).asm["cubin"])
-    check(code, "HGMMA", 128, 6.0, spills, count=16 * len(hopper_wide.parts_of(BM)))
-
-
-@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
 @pytest.mark.parametrize(
-    "BM,P,natural", [(176, 3, True), (208, 3, False), (208, 3, True), (272, 2, False), (288, 2, True), (288, 2, False)]
+    "BM,P,natural,tasks,limit,spills",
+    [
+        (160, 2, False, True, 4.6, 8),
+        *((BM, 2, False, True, 6.0, 40) for BM in (192, 208, 224, 256)),
+        *((BM, P, False, False, 5.3, 24) for BM, P in ((208, 3), (272, 2), (288, 2))),
+        *((BM, P, True, False, 6.8, 24) for BM, P in ((176, 3), (208, 3), (288, 2))),
+    ],
 )
-def test_sums_that_fill_the_registers(BM, P, natural):
-    """Where x A^T comes before: nothing of the loop in local memory, and wgmma runs on during the next decode."""
+def test_wide(BM, P, natural, tasks, limit, spills):
+    """A weight is decoded once for all parts of a tile, in registers, while the parts' wgmma run."""
     from qerl_nvfp4 import cost, hopper_wide
 
-    assert (BM, P) in cost.WIDE and (((BM, P) in cost.BEFORE) == (BM > 192))
-    code = disassemble(wide(BM, P, 32, natural, tasks=False).asm["cubin"])
+    assert (BM, P) in cost.WIDE
+    code = disassemble(wide(BM, P, 32, natural, tasks).asm["cubin"])
     parts = len(hopper_wide.parts_of(BM))
-    check(code, "HGMMA", 128, 6.8 if natural else 5.3, 24, count=16 * parts)
+    check(code, "HGMMA", 128, limit, spills, count=16 * parts)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
     assert len(waits) <= P * 10 + 2 and sum(f"0x{parts}" in rest for rest in waits) == 8 * P
+    assert sum(op.startswith("UTMASTG") for op in opcodes(code)) == P * BM // 16
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
 @pytest.mark.parametrize("BM,P", [(112, 3), (128, 3), (208, 2)])
 def test_x_in_its_natural_order(BM, P):
-    """1.5 instructions more for each weight, each word's row in a load of 16 bytes; what tiles of 128 tokens and more hide."""
+    """1.5 instructions more for each weight, each word's row in a load of 16 bytes; what tiles of 128 tokens and more
+    hide.
+    """
     from qerl_nvfp4 import cost, hopper_wide
 
     count, bodies = 16 * len(hopper_wide.parts_of(BM)), {}
@@ -329,17 +281,9 @@ def test_portable():
     from qerl_nvfp4 import portable
 
     constants = {
-        "BM": 16,
-        "BN": 128,
-        "BK": 128,
-        "SPLIT": True,
-        "EVEN_K": True,
-        "MMA": 3,
-        "BIAS": False,
-        "RANK": 0,
-        "BRANK": 16,
+        "BM": 16, "BN": 128, "BK": 128, "SPLIT": True, "EVEN_K": True, "MMA": 3, "BIAS": False, "RANK": 0, "BRANK": 16,
         "INTERP": False,
-    }
+    }  # fmt: skip
     kernel = compile_sm90(portable.gemm_kernel, constants, 4, None, 4, {"s_ptr": "*u8"})
     code = disassemble(kernel.asm["cubin"])
     everything = opcodes(code)
@@ -353,29 +297,6 @@ def test_portable():
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
-@pytest.mark.parametrize("capability", [80, 89, 100, 120])
-def test_portable_compiles_for_other_gpus(capability):
-    """They are not tuned and were not run; a block must fit their shared memory (99 KiB on consumer GPUs)."""
-    from qerl_nvfp4 import elementwise, portable, select
-
-    config = select.portable_heuristic(4096, 4096, 64, 100, hopper=False)
-    constants = {name: config[name] for name in ("BM", "BN", "BK", "MMA")} | {
-        "SPLIT": config["SK"] > 1,
-        "EVEN_K": True,
-        "BIAS": True,
-        "RANK": 32,
-        "BRANK": 32,
-        "INTERP": False,
-    }
-    pointers = {"s_ptr": "*u8", "b_ptr": "*bf16"}
-    kernel = compile_sm90(portable.gemm_kernel, constants, config["NW"], None, config["NS"], pointers, None, capability)
-    assert kernel.metadata.shared <= 101_376
-    pointers = {"x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*u8"}
-    constants = {"PER_ROW": True, "BB": 128}
-    compile_sm90(elementwise.quantize_rtn_kernel, constants, 4, None, 3, pointers, None, capability)
-
-
-@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
 def test_sums(capability):
     import triton.language as tl
@@ -383,12 +304,8 @@ def test_sums(capability):
     from qerl_nvfp4 import sums
 
     pointers = {
-        "table_ptr": "*i64",
-        "sums_ptr": "*i64",
-        "bad_ptr": "*i64",
-        "largest_ptr": "*i64",
-        "factors_ptr": "*fp32",
-    }
+        "table_ptr": "*i64", "sums_ptr": "*i64", "bad_ptr": "*i64", "largest_ptr": "*i64", "factors_ptr": "*fp32",
+    }  # fmt: skip
     for lanes in (1, 2, 4):
         for kernel in (sums.sums_kernel, sums.largest_kernel):
             compile_sm90(kernel, {"LANES": lanes, "BLOCK": 1024}, 4, None, 3, pointers, None, capability)
@@ -420,21 +337,7 @@ def test_quantize():
 
 @pytest.mark.skipif(INSIDE, reason="the outer test")
 def test_in_a_fresh_process():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"QERL_SM90_COMPILE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        __file__,
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--noconftest",
-        "-o",
-        "addopts=",
-        "-rA",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    result = in_a_fresh_process(__file__, 900, "--noconftest", QERL_SM90_COMPILE="1")
     print(result.stdout[-6000:])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert re.search(r"^\d+ passed, 1 skipped", result.stdout, re.MULTILINE), "and nothing else was skipped"

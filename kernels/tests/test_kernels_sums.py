@@ -69,7 +69,9 @@ def test_sums_of_what_is_rounded(source, target, device, small_pieces):
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_one_kernel_sums_what_is_rounded_whatever_its_number(count, device):
-    """Triton compiles a kernel apart for addresses that are multiples of 16: those of both results are, so that what was compiled ahead is launched."""
+    """Triton compiles a kernel apart for addresses that are multiples of 16: those of both results are, so that what
+    was compiled ahead is launched.
+    """
     tensors = [torch.ones(3, device=device) for _ in range(count)]
     found, bad = sums.rounded_sums(tensors, [1.0] * count, torch.bfloat16)
     assert found.shape == bad.shape == (count,) and bad.tolist() == [0] * count
@@ -133,7 +135,9 @@ def test_sums_of_words_in_their_places(dtype, device, small_pieces):
 
 @pytest.mark.gpu
 def test_it_reads_at_the_speed_of_memory():
-    """An eighth of what any card for which it is made reads in a second; a wrong grid or a sum per element would be far below."""
+    """An eighth of what any card for which it is made reads in a second; a wrong grid or a sum per element would be far
+    below.
+    """
     tensors = [torch.randint(0, 255, (2**26,), dtype=torch.uint8, device="cuda") for _ in range(16)]
     sums_of(tensors, 1)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

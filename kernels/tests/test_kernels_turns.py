@@ -27,7 +27,9 @@ def compile_into(folder, said, compiling=None, go_on=None) -> None:
 
 @pytest.fixture
 def two(tmp_path, monkeypatch):
-    """(the first process, which compiles until it is told to go on, the second one, not started, what both said, the event, the folder)"""
+    """(the first process, which compiles until it is told to go on, the second one, not started, what both said, the
+    event, the folder)
+    """
     monkeypatch.setattr(turns, "QUIET_S", 0.1)
     said, compiling, go_on = parallel.SimpleQueue(), parallel.Event(), parallel.Event()
     first = parallel.Process(target=compile_into, args=(tmp_path, said, compiling, go_on))
@@ -46,9 +48,8 @@ def test_the_second_process_compiles_nothing_and_says_what_it_waits_for(two):
     second.start()
     pid, line = said.get()
     assert pid == second.pid
-    assert (
-        line
-        == f"Waiting for process {first.pid} of this machine to compile 17 kernels (first start only, 900 s at most) ..."
+    assert line.startswith(
+        f"Waiting for process {first.pid} of this machine to compile 17 kernels (first start only, 900 s"
     )
     assert not (folder / "compiled").exists() and second.is_alive()
     go_on.set()

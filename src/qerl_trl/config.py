@@ -1,8 +1,8 @@
-"""`QeRLConfig`: TRL's `GRPOConfig` plus the fields that a 4-bit base and adaptive quantization noise need.
+"""`QeRLConfig`: TRL's `GRPOConfig` plus the fields for a 4-bit base and adaptive quantization noise.
 
-Every field of `GRPOConfig` keeps its name and meaning. Five defaults differ, because the paper's setting (arXiv 2510.11696,
-Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_importance_sampling_mode`,
-`vllm_gpu_memory_utilization`, `hub_private_repo` and `ddp_timeout` (`distributed.patience`); each says so.
+Every field of `GRPOConfig` keeps its name and meaning. Five defaults differ, to follow the paper (arXiv 2510.11696,
+Table 4), for safety or a smaller footprint: `learning_rate`, `vllm_importance_sampling_mode`,
+`vllm_gpu_memory_utilization`, `hub_private_repo` and `ddp_timeout` (`distributed.patience`).
 """
 
 import copy
@@ -24,9 +24,9 @@ from .support.trl import OnlineConfig
 logger = logging.getLogger(__name__)
 
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
-#: of `gradient_checkpointing` in newer transformers
+#: name of `gradient_checkpointing` in newer transformers
 _NEWER_NAME = "activation_checkpointing"
-#: the values that a field may have
+#: allowed values of a field
 _CHOICES = {
     "base_format": BASE_FORMATS,
     "scale_rule": SCALE_RULES,
@@ -37,7 +37,7 @@ _CHOICES = {
 
 
 class Range(NamedTuple):
-    """`least`: the smallest value; with `above` only what is larger. `none`: whether None leaves the number out."""
+    """Smallest value `least`, exclusive with `above`. `none`: None is allowed too."""
 
     least: float
     whole: bool = True
@@ -63,11 +63,11 @@ def _check_ranges(values: dict[str, Any], table: dict[str, Range], where: str = 
 
 
 _COUNT, _COUNT_OR_NONE = Range(1), Range(1, none=True)
-#: of TRL's fields (RLOO has not all of them), by which its configuration divides
+#: TRL's fields used as divisors (RLOO lacks some)
 _COUNTS = {
-    "per_device_train_batch_size": _COUNT, "gradient_accumulation_steps": _COUNT, "num_generations": _COUNT, "num_iterations": _COUNT,
-    "max_completion_length": _COUNT, "steps_per_generation": _COUNT_OR_NONE, "generation_batch_size": _COUNT_OR_NONE,
-    "updates_per_rollout": _COUNT_OR_NONE,
+    "per_device_train_batch_size": _COUNT, "gradient_accumulation_steps": _COUNT, "num_generations": _COUNT,
+    "num_iterations": _COUNT, "max_completion_length": _COUNT, "steps_per_generation": _COUNT_OR_NONE,
+    "generation_batch_size": _COUNT_OR_NONE, "updates_per_rollout": _COUNT_OR_NONE,
 }  # fmt: skip
 _RANGES = {
     "rollout_probe_steps": Range(0),
@@ -76,7 +76,7 @@ _RANGES = {
     "reward_timeout": Range(0, whole=False, none=True, above=True),
     "rollout_mismatch_threshold": Range(0, whole=False, none=True, above=True),
 }
-#: of `vllm_engine_kwargs`, by which memory is planned
+#: fields of `vllm_engine_kwargs` used in the memory plan
 _RANGES_OF_AN_ENGINE = {
     "max_num_seqs": _COUNT_OR_NONE,
     "max_num_batched_tokens": _COUNT_OR_NONE,
@@ -92,16 +92,16 @@ def _field(default: Any, help: str) -> Any:
 @dataclass(repr=False)  # the generated one would show hub_token
 class QeRLArguments(OnlineConfig):
     r"""
-    The fields that QeRL adds to a TRL config. Mixed into [`QeRLConfig`] and [`QeRLRLOOConfig`].
+    Fields added by QeRL to a TRL config. Mixed into [`QeRLConfig`] and [`QeRLRLOOConfig`].
 
     Parameters:
         > Base model
 
         base_format (`str`, *optional*, defaults to `"nvfp4"`):
-            What the base weights are while training: `"nvfp4"` (frozen, 4-bit, blocks of 16, with an adapter), or a control
-            arm: `"bf16"` and `"nf4"` (QLoRA) are frozen with an adapter, of `"full"` every weight is trained.
+            Format of the base weights during training: `"nvfp4"` (frozen, 4-bit, blocks of 16, with an adapter), or a
+            control arm: `"bf16"` and `"nf4"` (QLoRA) are frozen with an adapter, `"full"` trains every weight.
         scale_rule (`str`, *optional*, defaults to `"rtn"`):
-            How a block scale is chosen when bf16 weights are quantized at load: `"rtn"` (the paper's), `"four_over_six"`
+            Rule for the block scales when bf16 weights are quantized at load: `"rtn"` (the paper's), `"four_over_six"`
             or `"neighbor_sweep"`. See [`qerl_trl.nvfp4`].
         modules_to_not_convert (`list[str]`, *optional*):
             Linear layers that stay in bf16, by exact name or pattern. `lm_head` always does.
@@ -111,91 +111,89 @@ class QeRLArguments(OnlineConfig):
         aqn (`bool`, *optional*, defaults to `True`):
             Whether to add scheduled Gaussian noise to the RMSNorm weights while completions are generated.
         aqn_schedule (`str`, *optional*, defaults to `"exponential"`):
-            How sigma falls from `aqn_sigma_start` to `aqn_sigma_end`: `"exponential"` (the paper's), `"linear"`,
-            `"cosine"`, `"logarithmic"`, `"constant"`, or `"entropy_target"`, which steers sigma between the two so
-            that the entropy of the sampling policy (`rollout/entropy`) follows `aqn_entropy_target`.
-        aqn_sigma_start (`float`, *optional*, defaults to `1e-2`), aqn_sigma_end (`float`, *optional*, defaults to `5e-4`):
-            Standard deviation of the noise in the first noisy stage and in the last (Table 4).
+            Decay of sigma from `aqn_sigma_start` to `aqn_sigma_end`: `"exponential"` (the paper's), `"linear"`,
+            `"cosine"`, `"logarithmic"`, `"constant"`, or `"entropy_target"`, which steers sigma between the two so that
+            the entropy of the sampling policy (`rollout/entropy`) follows `aqn_entropy_target`.
+        aqn_sigma_start (`float`, *optional*, defaults to `1e-2`):
+            Standard deviation of the noise in the first noisy stage (Table 4).
+        aqn_sigma_end (`float`, *optional*, defaults to `5e-4`):
+            Standard deviation of the noise in the last stage (Table 4).
         aqn_num_stages (`int`, *optional*, defaults to `10`):
-            Number of stages that training is cut into. Stage 0 has no noise.
+            Number of training stages. Stage 0 has no noise.
         aqn_scope (`str`, *optional*, defaults to `"rollout"`):
             `"rollout"`: only the sampling policy is noisy (the paper). `"policy"`: log-probabilities and gradients of a
-            batch see the same noise as its rollout, which makes the update on-policy.
+            batch use the noise of its rollout, for an on-policy update.
         aqn_seed (`int`, *optional*):
             Seed of the noise. Defaults to `seed`.
         aqn_entropy_target (`float`, *optional*):
-            Entropy of the sampling policy, in nats per token, that `aqn_schedule="entropy_target"` steers to.
+            Target for `aqn_schedule="entropy_target"`: entropy of the sampling policy, in nats per token.
 
         > Batch
 
         updates_per_rollout (`int`, *optional*):
-            Into how many optimizer steps the completions of a rollout are cut (each is used once per `num_iterations`). The rest follows
-            from the number of processes: with `generation_batch_size`, `gradient_accumulation_steps` is what makes it so, and a
-            configuration means the same on 1, 2 or 8 GPUs; else the rollout is that many times the batch of one step. Left out,
-            it is `steps_per_generation / gradient_accumulation_steps`, as in TRL.
+            Optimizer steps per rollout (each completion is used once per `num_iterations`), the same on 1, 2 or 8 GPUs.
+            Sets `gradient_accumulation_steps` if `generation_batch_size` is given, else the rollout to that many
+            batches of one step. Defaults to `steps_per_generation / gradient_accumulation_steps`, as in TRL.
 
         > Rollout in vLLM
 
         share_weights (`bool`, *optional*, defaults to `True`):
-            In colocate mode, let vLLM read the trainer's weights instead of a second copy, which `vllm_enable_sleep_mode` moves
-            to host memory while training. Needs `vllm_tensor_parallel_size=1`; under FSDP 2 each engine has a copy in any case.
+            In colocate mode, vLLM reads the trainer's weights instead of a copy (moved to host memory while training by
+            `vllm_enable_sleep_mode`). Needs `vllm_tensor_parallel_size=1`; under FSDP 2 every engine has a copy.
         rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
-            Warn when the estimated KL divergence per token between rollout and trainer exceeds this value, in nats, and end the run when
-            it is more than 10 times that in 3 rollouts in a row. A tenth of both limits holds for what should be zero: the KL without
-            noise, and `rollout/logp_gap`. `None` switches them off.
+            Warn when the estimated KL divergence between rollout and trainer exceeds this value, in nats per token; end
+            the run when it exceeds 10 times the value in 3 consecutive rollouts. A tenth of both limits applies to
+            `rollout/logp_gap` and the KL without noise, both ideally zero. `None` disables the check.
         rollout_timeout (`float`, *optional*, defaults to `3600`):
-            End the run, with the cause, when one rollout with vLLM takes longer than this, in seconds, tools and environments
-            included. 0 for no limit.
+            A rollout with vLLM, tools and environments included, ends the run after this many seconds. 0: no limit.
         rollout_probe (`str`, *optional*, defaults to `"warn"`):
-            At start, compare vLLM and the trainer on prompts of the run: without adapter, with a probe adapter, under noise. `"refuse"` ends
-            the run where they disagree, `"warn"` logs it, `"off"` skips the comparison. An undecided one is always a warning.
+            At start, compare vLLM and the trainer on prompts of the run: without adapter, with a probe adapter, under
+            noise. On disagreement `"refuse"` ends the run, `"warn"` logs it; `"off"` skips it. Undecided: a warning.
         rollout_probe_steps (`int`, *optional*, defaults to `100`):
-            Every so many steps, compare them again without noise. Takes a second or two. With 0 they are compared at the start only.
+            Interval, in steps, of further comparisons without noise, each taking a second or two. 0: at start only.
         vllm_gpu_memory_utilization (`float`, *optional*):
-            As TRL's, but left out by default: the KV cache is then planned (`qerl-trl plan` shows how), from what all sequences need
-            down to what is left. `vllm_max_model_length`, left out, is the longest prompt of the data plus `max_completion_length`.
+            As in TRL. By default, the KV cache is planned (see `qerl-trl plan`): for all sequences, or the free memory.
+            `vllm_max_model_length` defaults to the longest prompt of the data plus `max_completion_length`.
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM` in colocate mode, such as `{"enforce_eager": true}`.
         vllm_batch_invariant (`bool`, *optional*, defaults to `False`):
-            Roll out in vLLM's batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), with NVFP4 products that keep to it: the
-            log-probability of a token in the engine does not depend on what else is in the batch. Slower. On a GPU, with
-            `base_format="nvfp4"`. The trainer's own forward is not part of it.
+            Roll out in vLLM's batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), with batch-invariant NVFP4 products: a
+            token's log-probability in the engine does not depend on the rest of the batch. Slower. On a GPU, with
+            `base_format="nvfp4"`. The trainer's own forward is not affected.
 
         > Update
 
         padding_free (`bool`, *optional*):
-            Compute the update on a packed row of tokens: no padding, and a shared prompt once. Losses and micro-batches stay TRL's.
-            By default on where the model and the GPU can; `True` insists, `False` computes padding as TRL does.
+            Compute the update on a packed row of tokens, a shared prompt once; losses and micro-batches stay TRL's. By
+            default if the model and the GPU support it; `True` requires it, `False` pads as TRL does.
         compile_layers (`bool`, *optional*):
-            Compile the decoder layers of the trainer's model when training starts (torch.compile). Left out: on a CUDA device, yes. A
-            layer that does not compile runs as it is, which is said once.
-
+            Compile the decoder layers of the trainer's model when training starts (torch.compile). Defaults to `True`
+            on a CUDA device. A layer that fails to compile runs uncompiled, with one warning.
         gradient_checkpointing (`bool`, *optional*):
-            Whether decoder layers recompute their activations in the backward pass: `True` all of them, `False` none. Left out, as many as
-            memory demands (the start banner and `qerl-trl plan` say how many); on a CPU, with FSDP and with DeepSpeed all. Newer
-            transformers call it `activation_checkpointing` too.
+            Recompute activations in the backward pass: `True` in all decoder layers, `False` in none. By default in as
+            many as memory demands (shown in the start banner and by `qerl-trl plan`), in all on a CPU, with FSDP and
+            with DeepSpeed. Alias in newer transformers: `activation_checkpointing`.
         fused_lora (`bool`, *optional*, defaults to `True`):
-            Compute the linear layers that carry a LoRA adapter with their own backward, those that read the same input (q/k/v, gate/up)
-            together: PEFT's values up to rounding. Layers with more than one plain adapter keep PEFT's own way, which is said once.
+            Compute linear layers with a LoRA adapter in a custom backward, layers with a common input (q/k/v, gate/up)
+            together: PEFT's values up to rounding. Layers with other adapters use PEFT's path, with one warning.
 
         > Checkpoints
 
         allow_other_settings (`bool`, *optional*, defaults to `False`):
-            Go on from a checkpoint whose run had other settings (with a warning that says which), instead of refusing.
+            Resume from a checkpoint of a run with other settings, with a warning listing them, instead of refusing.
 
         > Publishing
 
         hub_base_model (`str`, *optional*):
-            Hub id of the base, for an adapter that is pushed (`push_to_hub`) and was trained on a base in a local folder.
+            Hub id of the base, for pushing (`push_to_hub`) an adapter trained on a base in a local folder.
 
         > Checks
 
         zero_advantage_patience (`int`, *optional*, defaults to `10`):
-            Stop when every reward was `None` in this many consecutive rollouts. Warn once when every advantage was
-            zero in as many, or in fewer of at least 12 groups: nothing is being learned.
+            End the run after this many consecutive rollouts with only `None` rewards. Warn once if nothing is learned:
+            as many rollouts with zero advantages, or fewer with at least 12 groups.
         reward_timeout (`float`, *optional*, defaults to `1800.0`):
-            End the run, naming the function, when a reward function takes longer than this for one batch, in seconds. `None` for
-            no limit.
+            A reward function ends the run, named in the error, after this many seconds per batch. `None`: no limit.
     """
 
     base_format: str = _field("nvfp4", "Base weights: 'nvfp4'; as control arms 'bf16', 'nf4' or 'full' (no adapter).")
@@ -220,7 +218,9 @@ class QeRLArguments(OnlineConfig):
     vllm_gpu_memory_utilization: float | None = _field(
         None, "Share of the GPU for vLLM. Default: planned from what is free."
     )
-    vllm_engine_kwargs: dict | str | None = _field(None, "Further arguments of a colocated vllm.LLM (JSON).")  # noqa: RUF009
+    vllm_engine_kwargs: dict | str | None = _field(  # noqa: RUF009
+        None, "Further arguments of a colocated vllm.LLM (JSON)."
+    )
     vllm_batch_invariant: bool = _field(False, "Log-probabilities that do not depend on the batch; slower.")
     gradient_checkpointing: bool | None = _field(  # type: ignore[assignment]  # None is a further value
         None, "Recompute activations in the backward pass. Default: in as many layers as memory demands."
@@ -234,12 +234,12 @@ class QeRLArguments(OnlineConfig):
     reward_timeout: float | None = _field(1800.0, "End the run when a reward function takes longer, in seconds.")
 
     def __post_init__(self):
-        # for TRL and transformers it is on: `memory/of_trainer.py` then takes layers out of it
-        newer = vars(self).get(_NEWER_NAME)  # as in transformers, it decides where both are given
+        # on for TRL and transformers; `memory/of_trainer.py` then excludes layers
+        newer = vars(self).get(_NEWER_NAME)  # takes precedence if both are given, as in transformers
         wanted = self.gradient_checkpointing if newer is None else newer
         self.recompute_as_needed = wanted is None
         self.gradient_checkpointing = self.recompute_as_needed or wanted
-        if _NEWER_NAME in vars(self):  # else transformers calls the older one deprecated, which nobody may have passed
+        if _NEWER_NAME in vars(self):  # or transformers warns about the older name, even if nobody passed it
             setattr(self, _NEWER_NAME, self.gradient_checkpointing)
         _check_ranges(vars(self), _COUNTS)  # TRL divides by them
         updates = self.updates_per_rollout
@@ -250,34 +250,38 @@ class QeRLArguments(OnlineConfig):
             super().__post_init__()
         except ValueError as error:
             cause = ""
-            if isinstance(error, json.JSONDecodeError):  # which names no field
+            if isinstance(error, json.JSONDecodeError):  # its message names no field
                 given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
                 cause = f". {' or '.join(given)} is not JSON. Pass names and values in JSON."
             elif "bf16/gpu" in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
-                cause = " PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
+                cause = (
+                    " PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True "
+                    "(--use_cpu true)."
+                )
             raise ValueError(f"{error}{cause}") from error
         if updates is not None:
             self._cut_rollout(updates)
         secrets.check_places(vars(self))
         self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
         _check_ranges(vars(self), _RANGES)
-        _check_ranges(self.vllm_engine_kwargs or {}, _RANGES_OF_AN_ENGINE, "vllm_engine_kwargs: ")  # type: ignore[arg-type]  # a mapping by now
+        engine = self.vllm_engine_kwargs or {}
+        _check_ranges(engine, _RANGES_OF_AN_ENGINE, "vllm_engine_kwargs: ")  # type: ignore[arg-type]
         for name, choices in _CHOICES.items():
             if (value := vars(self)[name]) not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-        if self.aqn:  # what no schedule can follow, before the model is loaded
+        if self.aqn:  # fail on an impossible schedule before the model is loaded
             bounds = self.aqn_sigma_start, self.aqn_sigma_end
             make_schedule(self.aqn_schedule, *bounds, self.aqn_num_stages, self.aqn_entropy_target)
         check_options(self)
         if self.use_transformers_continuous_batching:
             logger.warning(
-                "use_transformers_continuous_batching=True casts the model to bf16, its float32 adapter included: small updates are lost. "
-                "use_vllm=True is the faster rollout."
+                "use_transformers_continuous_batching=True casts the model to bf16, its float32 adapter included: "
+                "small updates are lost. use_vllm=True is the faster rollout."
             )
-        if (repository := vars(self).get("log_completions_hub_repo")) is not None:  # of GRPO
+        if (repository := vars(self).get("log_completions_hub_repo")) is not None:  # GRPO only
             logger.warning(
-                "log_completions_hub_repo=%r uploads completions every two minutes, unchecked, and public if that repository is. "
-                "log_completions=True alone keeps them in output_dir.",
+                "log_completions_hub_repo=%r uploads completions every two minutes, unchecked, and public if that "
+                "repository is. log_completions=True alone keeps them in output_dir.",
                 repository,
             )
         self.aqn_seed = self.seed if self.aqn_seed is None else self.aqn_seed
@@ -285,19 +289,20 @@ class QeRLArguments(OnlineConfig):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        # with these transformers leaves the model on the CPU until train() or evaluate(), and an engine starts before
+        # with these transformers leaves the model on the CPU until train() or evaluate(), after the start of an engine
         cast = self.bf16_full_eval or self.fp16_full_eval
         return True if cast and fsdp_version(self) is None and self.deepspeed_plugin is None else None
 
     def _cut_rollout(self, updates: int) -> None:
-        """`gradient_accumulation_steps` such that a rollout of `generation_batch_size` completions has `updates_per_rollout` steps."""
+        """Set `gradient_accumulation_steps` for `updates_per_rollout` steps per rollout of `generation_batch_size`."""
         pieces = self.steps_per_generation
         assert pieces is not None, "TRL's config sets it"
         if pieces % updates:
             raise ValueError(
-                f"updates_per_rollout={updates} does not divide the {pieces} backward passes of a rollout (generation_batch_size="
-                f"{self.generation_batch_size}, per_device_train_batch_size={self.per_device_train_batch_size}, {self.world_size} processes). "
-                "Change one of them."
+                f"updates_per_rollout={updates} does not divide the {pieces} backward passes of a rollout "
+                f"(generation_batch_size={self.generation_batch_size}, "
+                f"per_device_train_batch_size={self.per_device_train_batch_size}, {self.world_size} processes). Change "
+                "one of them."
             )
         if self.gradient_accumulation_steps not in (1, pieces // updates):
             raise ValueError(
@@ -306,8 +311,8 @@ class QeRLArguments(OnlineConfig):
             )
         self.gradient_accumulation_steps = pieces // updates
 
-    # What a log, a tracker or a file gets of the arguments comes from here, and holds no secret: TrainingArguments masks its own `*_token`
-    # fields, not what is inside `model_init_kwargs`.
+    # Source of logs, trackers and files, so free of secrets: TrainingArguments masks its own `*_token` fields, but not
+    # the content of `model_init_kwargs`.
 
     def to_dict(self) -> dict[str, Any]:
         told: dict[str, Any] = super().to_dict()
@@ -326,17 +331,16 @@ class QeRLArguments(OnlineConfig):
         return secrets.cleaned(vars(self), mask=None)
 
     def __deepcopy__(self, memo: dict) -> "QeRLArguments":
-        copied = object.__new__(type(self))  # in memory, so with its secrets: not by pickling
+        copied = object.__new__(type(self))  # a copy in memory keeps its secrets, so not by pickling
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
 
 @dataclass(repr=False)  # the generated one would show hub_token
-class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # None is a further value of vllm_gpu_memory_utilization
+class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # vllm_gpu_memory_utilization may be None
     r"""
-    Configuration of [`QeRLGRPOTrainer`]: every field of [`trl.GRPOConfig`], those of [`QeRLArguments`], and three changed
-    defaults.
+    Configuration of [`QeRLGRPOTrainer`]: [`trl.GRPOConfig`], [`QeRLArguments`] and three other defaults.
 
     Parameters:
         learning_rate (`float`, *optional*, defaults to `1e-5`):
@@ -344,7 +348,7 @@ class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # None is a 
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
             TRL's default `"sequence_mask"` drops most sequences once the rollout policy is noisy.
         hub_private_repo (`bool`, *optional*, defaults to `True`):
-            Whatever is pushed is private unless this is set to `False`.
+            Pushed repositories are private unless this is set to `False`.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)

@@ -1,32 +1,32 @@
 """QeRL as a delta on TRL's trainers: a 4-bit frozen base, LoRA, noisy rollouts, and checks. Nothing of TRL is copied.
 
-[`QeRLMixin`] goes in front of any TRL trainer with TRL 1.16's `_generate(prompts)` and `VLLMGeneration`. What it overrides, why, and which hook of
-TRL or transformers would remove it:
+[`QeRLMixin`] goes in front of any TRL trainer with TRL 1.16's `_generate(prompts)` and `VLLMGeneration`. Overridden
+methods, the reason, and the hook of TRL or transformers to replace each:
 
-| method | why | hook that would remove it |
+| method | why | hook |
 |---|---|---|
-| `__init__` | quantizes the base while it loads, registers LoRA for it, replaces the vLLM glue (the only rebind in this package) | a factory for `VLLMGeneration`, a callable for the model |
-| `train` | banner; resumes from whole checkpoints of the same settings only; leaves a model that computes clean | a check before a checkpoint is loaded |
-| `set_initial_training_values` | a run that has ended takes no further step | `Trainer` looks before it steps |
-| `_get_train_sampler` | a run resumed in a later epoch has that epoch's order of prompts | `set_epoch` on TRL's sampler |
-| `_load_from_checkpoint` | loads the trained adapter also where TRL keeps a second one as reference | a fix in `Trainer` |
-| `_load_best_model` | a damaged best checkpoint is not loaded | `on_load_best` |
-| `_maybe_log_save_evaluate` | what a callback of one process asks for, all processes do; saves wait for the end of a rollout | the control gathered in `Trainer` |
-| `_save_checkpoint`, `_push_from_checkpoint`, `save_model`, `_save` | seals what was written, then rotates older checkpoints and pushes | `on_save` before rotation |
-| `evaluate` | leaves the random state of the training as it was | random state kept in `Trainer` |
-| `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only | a copy in `Trainer` |
+| `__init__` | quantizes at load, registers LoRA, rebinds `VLLMGeneration` (the only rebind) | factories for both |
+| `train` | banner; resumes only whole checkpoints of equal settings; noise off at the end | check before loading |
+| `set_initial_training_values` | a finished run takes no further step | check before the first step |
+| `_get_train_sampler` | prompts of a resumed run in its epoch's order | `set_epoch` on TRL's sampler |
+| `_load_from_checkpoint` | the trained adapter, even if TRL keeps a second one as reference | fix in `Trainer` |
+| `_load_best_model` | refuses a damaged best checkpoint | `on_load_best` |
+| `_maybe_log_save_evaluate` | a callback's request counts in all processes; saves between rollouts | gathered control |
+| `_save_checkpoint`, `_push_from_checkpoint`, `save_model`, `_save` | seal, rotate, push | `on_save` before rotation |
+| `evaluate` | restores the training's random state | random state kept in `Trainer` |
+| `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only | copy in `Trainer` |
 | `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/loading.py`) | torch 2.10 |
-| `_generate` | draws the noise of this rollout and keeps the engine up to date (tools and rollout functions too) | `on_rollout_begin`, `on_rollout_end` |
-| `_generate`, `_compute_loss` | importance-corrects what transformers sampled under noise (`rollout/mismatch.py`) | sampled log-probabilities from `_generate` |
-| `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all | a hook on the gathered rewards |
-| `_generate_and_score_completions` | measures the rollout/trainer mismatch; saves the step before where it fails | `on_rollout_end` |
-| `_get_per_token_logps_and_entropies`, `_prepare_inputs` | no work on padding, equal prompts once (`update/packing.py`) | padding-free GRPO in TRL |
-| `_get_per_token_logps_and_entropies`, `_compute_loss` | on-policy the update's own log-probabilities are the old ones (`update/one_pass.py`) | the same in TRL |
-| `training_step` | refuses a non-finite loss or gradient before the optimizer uses it | `on_pre_optimizer_step` with the loss |
-| `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase | a callback that may add to logs |
-| `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | private, whole or not at all, with our card | an uploader object in `Trainer` |
+| `_generate` | draws noise, syncs the engine (for rollout functions too) | `on_rollout_begin`, `on_rollout_end` |
+| `_generate`, `_compute_loss` | corrects noisy rollouts of transformers (`mismatch.py`) | sampled log-probabilities |
+| `_calculate_rewards` | refuses infinite rewards; raises a rank's error in all ranks | hook on the gathered rewards |
+| `_generate_and_score_completions` | measures the mismatch; saves the last step on failure | `on_rollout_end` |
+| `_get_per_token_logps_and_entropies`, `_prepare_inputs` | no padding, equal prompts once (`packing.py`) | in TRL |
+| `_get_per_token_logps_and_entropies`, `_compute_loss` | no second pass on-policy (`one_pass.py`) | in TRL |
+| `training_step` | refuses a non-finite loss or gradient | `on_pre_optimizer_step` with the loss |
+| `log` | feeds the signal monitor; adds peak memory and seconds per phase | callback with write access |
+| `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | private, atomic, our card | uploader |
 
-New: `to_resume`, `save_adapter`, `save_merged`, `save_base`. `tests/test_contracts.py` fails if TRL moves what is used here.
+New: `to_resume`, `save_adapter`, `save_merged`, `save_base`. `tests/test_contracts.py` covers all used parts of TRL.
 """
 
 from contextlib import nullcontext
@@ -72,7 +72,7 @@ with environment.naming_vllm():
 
 
 def attach(trainer: Any) -> None:
-    """Attach noise, checks and the fast update to a trainer that TRL has built."""
+    """Attach noise, checks and the fast update to a constructed TRL trainer."""
     args = trainer.args
     settle_ends(trainer)
     plan_trainer(trainer)
@@ -112,10 +112,10 @@ class QeRLMixin(SavingMixin):
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
-            A name or folder is loaded in `args.base_format`: bf16 weights are quantized tensor by tensor while they load,
-            NVFP4 checkpoints (compressed-tensors, ModelOpt) are read as they are. An instance is taken as it is.
+            A name or folder is loaded in `args.base_format`: bf16 weights are quantized tensor by tensor at load, NVFP4
+            checkpoints (compressed-tensors, ModelOpt) are read unchanged. An instance is used unchanged.
         quantization_config ([`NVFP4Config`] or `BitsAndBytesConfig`, *optional*):
-            Overrides what `args.base_format` and `args.scale_rule` stand for.
+            Overrides `args.base_format` and `args.scale_rule`.
         peft_config (`LoraConfig`, *optional*):
             Defaults to rank 32, alpha 64 on all linear layers, unless `base_format="full"`.
 
@@ -125,9 +125,9 @@ class QeRLMixin(SavingMixin):
     _config_class: type[QeRLConfig] | type[QeRLRLOOConfig]
     #: noise of the rollouts, `None` with `aqn=False`
     aqn: AQNCallback | None = None
-    #: what this process takes of its GPU, planned before an engine starts
+    #: this process's GPU memory, planned before an engine starts
     memory_plan: MemoryPlan | None = None
-    #: where the old log-probabilities come from
+    #: source of the old log-probabilities
     _passes: OnePass
     #: whether the run still learns
     _monitor: SignalMonitor
@@ -144,7 +144,7 @@ class QeRLMixin(SavingMixin):
         *positional: Any,
         **kwargs: Any,
     ) -> None:
-        # wherever the parent keeps them: its later arguments may come by position too
+        # later arguments of the parent may be positional too
         given = base.by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)
         given = base.before(type(self), given)
         self._uploads, self._record, self.rescue = Uploads(self), RunRecord(self), Rescue(self)
@@ -152,12 +152,13 @@ class QeRLMixin(SavingMixin):
         self.given_optimizers: dict[str, str] = {}
         self._padded_logps = super()._get_per_token_logps_and_entropies
         initial = base.model_init(given["model"], given["args"], given.pop("quantization_config", None))
-        with initial as quantization_config, base.own_vllm_generation(self), OutOfMemory(self).explained(RolloutError):
-            super().__init__(**given, quantization_config=quantization_config)
+        try:
+            with initial as quantization_config, base.own_vllm_generation(self):
+                super().__init__(**given, quantization_config=quantization_config)
+        except (RuntimeError, ValueError) as error:
+            OutOfMemory(self).explain(error, RolloutError)
         loading.begin_loaded(self.accelerator.unwrap_model(self.model), **base.source_of(given["model"], self.args))
         attach(self)
-
-    # ------------------------------------------------------------------------------------------------------- rollout
 
     @cached_property
     def _timer(self) -> PhaseTimer:
@@ -189,9 +190,12 @@ class QeRLMixin(SavingMixin):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        used = self.use_vllm
         with self.rescue.around():
-            with mismatch.corrected(self), self._passes.scoring():
+            try:
                 output = super()._generate_and_score_completions(inputs)
+            finally:
+                self.use_vllm = used  # `mismatch.with_logps` may set it
             if self.model.training:
                 self._monitor.scored(self, self._rewards)
             self._passes.scored(output)
@@ -207,10 +211,8 @@ class QeRLMixin(SavingMixin):
         trainer._buffered_inputs = self._packing.dealt(made)
         return trainer._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    # -------------------------------------------------------------------------------------------------------- update
-
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        with mismatch.corrected(self, inputs), self._passes.own(inputs) as batch:
+        with self._passes.own(inputs) as batch:
             return super()._compute_loss(model, batch)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +225,7 @@ class QeRLMixin(SavingMixin):
         with BytesWithoutGradient():
             prepared = super()._prepare_for_training(*args, **kwargs)
         for module in self.model.modules():
-            vars(module).pop("unread", None)  # it has the first process's weights now, and should be compiled as there
+            vars(module).pop("unread", None)  # now it has rank 0's weights: compile it as there
         return prepared
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -260,16 +262,17 @@ class QeRLMixin(SavingMixin):
         rewards.check_steps(self.args, self.train_dataset)
         banner.announce(self)
         try:
-            with OutOfMemory(self).explained(RolloutError):
-                return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            OutOfMemory(self).explain(error, RolloutError)
         finally:
             self._collector.unfreeze()
             if self.aqn is not None:
-                self.aqn.detach()  # an exception in the middle of a step leaves a model that computes clean
+                self.aqn.detach()  # noise off after an exception in the middle of a step
 
 
 class QeRLGRPOTrainer(QeRLMixin, GRPOTrainer):
-    """[`trl.GRPOTrainer`] on an NVFP4 base with noisy rollouts. See [`QeRLMixin`] for what differs.
+    """[`trl.GRPOTrainer`] on an NVFP4 base with noisy rollouts. See [`QeRLMixin`] for the differences.
 
     Example:
         ```python
@@ -292,13 +295,13 @@ class QeRLGRPOTrainer(QeRLMixin, GRPOTrainer):
     _paper = {
         "title": "QeRL: Beyond Efficiency -- Quantization-enhanced Reinforcement Learning for LLMs",
         "id": "2510.11696",
-        "citation": "@article{huang2025qerl, title={QeRL: Beyond Efficiency -- Quantization-enhanced Reinforcement Learning for "
-        "LLMs}, author={Huang, Wei and others}, journal={arXiv preprint arXiv:2510.11696}, year={2025}}",
+        "citation": "@article{huang2025qerl, title={QeRL: Beyond Efficiency -- Quantization-enhanced Reinforcement "
+        "Learning for LLMs}, author={Huang, Wei and others}, journal={arXiv preprint arXiv:2510.11696}, year={2025}}",
     }
 
 
 class QeRLRLOOTrainer(QeRLMixin, RLOOTrainer):
-    """[`trl.RLOOTrainer`] on an NVFP4 base with noisy rollouts. See [`QeRLMixin`] for what differs."""
+    """[`trl.RLOOTrainer`] on an NVFP4 base with noisy rollouts. See [`QeRLMixin`] for the differences."""
 
     _config_class = QeRLRLOOConfig
     _name = "QeRL-RLOO"

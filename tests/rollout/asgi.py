@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from qerl_trl.rollout.engine import SECRET, bearer
+from qerl_trl.rollout.engine import SECRET
 
 KEY = "a secret of the tests, long enough"
 
@@ -86,7 +86,7 @@ async def _ask(endpoint, method, path, body, headers, parts):
 
 
 def allowed(key: str = KEY) -> dict[str, str]:
-    return {"Authorization": bearer(key)}
+    return {"Authorization": f"Bearer {key}"}
 
 
 @contextlib.contextmanager

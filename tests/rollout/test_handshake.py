@@ -5,7 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from qerl_trl.rollout.handshake import differences, trainer_summaries
+from qerl_trl.rollout.server import differences, trainer_summaries
 from qerl_trl.rollout.spec import EngineSpec
 from qerl_trl.rollout.weights import WeightSummary, summary
 from tests.tiny_models import make_tiny_model

@@ -184,11 +184,14 @@ def test_prompts_are_those_of_the_run_from_where_they_differ():
     assert {len(prompt) for prompt in probing.prompts_of(texts, 500, 40)} == {40 - probing._NEW_TOKENS}
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("packed", [True, False], ids=["nvfp4", "dense"])
-def test_the_other_arithmetic_is_float32_of_the_same_model(dense, packed, dtype):
-    """In it a model in 16 bits computes what its own float32 copy computes."""
+def test_the_other_arithmetic_is_float32_of_the_same_model(dense, packed, dtype, autocast):
+    """In it a model in 16 bits computes what its own float32 copy computes, also after Accelerate has prepared it for training."""
     model = (quantized(dense) if packed else copy.deepcopy(dense)).eval()
+    if autocast:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     ids = torch.randint(0, 128, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         plain = model(input_ids=ids).logits.float()

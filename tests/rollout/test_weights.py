@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_trl.rollout.engine import AdapterTensors
+from qerl_trl.rollout.engine import AdapterTensors, Update
 from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum, checksum_of
 
 CPU = torch.device("cpu")
@@ -24,9 +24,9 @@ def update():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_comes_back(dtype):
     adapter, norms = update()
-    layout = UpdateLayout.of(adapter, norms, dtype)
+    layout = UpdateLayout.of(Update(adapter, norms), dtype)
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.pack(adapter, norms, flat)
+    layout.pack(Update(adapter, norms), flat)
     parsed = UpdateLayout.parse(layout.text)
     assert parsed == layout and parsed.nbytes == layout.nbytes and UpdateLayout.parse(layout.text) is parsed
     found, found_norms = parsed.unpack(flat)

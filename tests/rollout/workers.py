@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl_trl.rollout.engine import AdapterTensors
+from qerl_trl.rollout.engine import AdapterTensors, Update
 from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum_of
 
 RANK, K, WIDTHS = 4, 8, (6, 2)  # q_proj and k_proj, fused
@@ -59,9 +59,9 @@ def put(worker, update=None, draw=None) -> dict:
 
 
 def send(worker, adapter, norms, draw=None, damage=0) -> dict:
-    layout = UpdateLayout.of(adapter, norms, torch.bfloat16)
+    layout = UpdateLayout.of(made := Update(adapter, norms), torch.bfloat16)
     memory = SharedMemory(layout.nbytes, torch.device("cpu"))
-    layout.pack(adapter, norms, memory.data)
+    layout.pack(made, memory.data)
     checksum = checksum_of(memory.data)
     memory.data[5] ^= damage
     return put(

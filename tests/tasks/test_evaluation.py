@@ -1,11 +1,9 @@
 """Evaluation: intervals, protocols, that the adapter is really applied, and the engines' calls."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import random
-import shlex
 import shutil
 import sys
 import types
@@ -293,51 +291,6 @@ def test_without_vllm_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match="vllm"):
         vllm_engine("base", PROTOCOLS["gsm8k"])
-
-
-def harnesses_script() -> types.ModuleType:
-    path = ROOT / "benchmarks" / "harnesses.py"
-    spec = importlib.util.spec_from_file_location("harnesses", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_harness_commands_are_well_formed():
-    """What was trained is evaluated: a run is merged first, and the harness gets the merge."""
-    harness_commands = harnesses_script().harness_commands
-    commands = harness_commands("some/base", "runs/x/")
-    assert shlex.split(commands["first"]) == ["qerl-trl", "merge", "runs/x/", "runs/x-merged"]
-    assert shlex.split(commands["lm-eval"])[:2] == ["lm_eval", "run"]
-    assert "pretrained=runs/x-merged,dtype=bfloat16" in shlex.split(commands["lm-eval"])
-    assert "model_name=runs/x-merged,dtype=bfloat16" in shlex.split(commands["lighteval"])
-    assert list(harness_commands("some/base")) == ["lm-eval", "lighteval"]
-    assert "pretrained=some/base,dtype=bfloat16" in shlex.split(harness_commands("some/base")["lm-eval"])
-
-
-def test_lm_eval_understands_its_command():
-    cli = pytest.importorskip("lm_eval._cli", reason="lm-eval is not installed")
-    words = shlex.split(harnesses_script().harness_commands("some/base", "runs/x")["lm-eval"])
-    parsed = cli.HarnessCLI()._parser.parse_args(words[1:])
-    assert parsed.tasks and parsed.apply_chat_template
-
-
-@pytest.mark.parametrize("harness", ["lm-eval", "lighteval"])
-def test_a_harness_runs_its_command(harness):
-    """As printed, with the task's data from here instead of the Hub."""
-    script = harnesses_script()
-    pytest.importorskip(script.PACKAGES[harness], reason=f"{harness} is not installed")
-    found = script.evaluate(harness, str(ROOT / "examples" / "assets" / "tiny-qwen2"), sys.executable, 8)
-    assert 0 <= found["accuracy"] <= 1 and found["version"]
-
-
-def test_both_harnesses_ran_on_what_this_package_writes():
-    """The record is of the commands of now, on a base and on a merge, and the answers were read."""
-    script = harnesses_script()
-    record = json.loads(script.RESULTS.read_text())
-    ran = {(each["harness"], each["model"]) for each in record["results"]}
-    assert len(ran) == 4 and {harness for harness, _ in ran} == set(script.harness_commands("x"))
-    assert all(0 < each["accuracy"] < 1 for each in record["results"])
 
 
 def test_module_has_no_noise():

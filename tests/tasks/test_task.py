@@ -512,6 +512,12 @@ def test_fewer_problems_than_a_rollout_has_prompts_are_refused_before_a_model_is
         parse(folder, *words, task=own).trainer_arguments()
 
 
+def test_a_model_that_is_none_is_refused_before_data_is_read(folder):
+    own = Task(dataset_name=lambda: pytest.fail("the data was read"), grader="exact")
+    with pytest.raises(ValueError, match="typo is neither a folder here nor a Hub id"):
+        parse(folder, "--model_name_or_path", "./typo", task=own).trainer_arguments()
+
+
 @pytest.mark.parametrize(
     ("grader", "form", "text", "said"),
     [

@@ -1,21 +1,18 @@
-"""Which base an adapter stands on, known by its content: a fingerprint of the weights as they are loaded.
+"""Fingerprint of a base model's weights as loaded, to recognise an adapter's base by content.
 
-It covers every parameter of the base, by its name in the checkpoint and its shape: the bytes of packed layers, the values of everything
-else as float32. So a base has one fingerprint whatever it was loaded from (bf16 weights that are quantized while they load, the NVFP4
-folder made of them), under an adapter or without, on any device, and in any dtype that holds its values. Not covered: buffers, which
-models compute, and the tokenizer.
+It covers every parameter of the base, by its name in the checkpoint and its shape: the bytes of packed layers, all
+other values as float32. So a base has one fingerprint for any source (bf16 weights quantized while loading, their NVFP4
+folder), with or without an adapter, on any device, and in any lossless dtype. Not covered: buffers, tokenizer.
 
-The checksums are sums of 64-bit integers on the device that holds the tensors, so they are exact in any order, and see a changed bit
-as well as two elements that changed places. They tell mistakes apart; nobody is kept from forging one.
-
-How these weights are computed with is recorded beside it, as it stands in the model's configuration ([`base_config`]).
+Checksums are sums of 64-bit integers on the tensors' device: exact in any order, and sensitive to a changed bit or two
+swapped elements. They detect mistakes, not forgery. [`base_config`] records the model's configuration with it.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,26 +27,27 @@ from ..support import secrets
 from ..support.files import commit_of
 from ..support.names import canonical_name, is_part
 
-#: 64-bit words at a time; a few times their 8 bytes are needed meanwhile
+#: 64-bit words per step; a few times their 8 bytes of memory
 _CHUNK = 2**21
-#: odd numbers without a pattern: of a word's place, and of the two steps that mix it
+#: odd random constants: for a word's place, and for the two mixing steps
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-#: parts of a parameter's name that an adapter adds
-_ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
+#: beginnings of the parts of a parameter's name that an adapter adds
+_ADAPTERS = re.compile(r"(?:^|\.)(?:lora_|modules_to_save|trainable_tokens_)")
 #: of a configuration, what says nothing of a forward, or is set by loading and training
 _NOT_OF_A_FORWARD = re.compile(
-    r"_.*|transformers_version|(?:torch_)?dtype|quantization_config|architectures|auto_map|use_cache|tie_word_embeddings"
-    r"|initializer_range|(?:bos|eos|pad|sep|cls|mask)_token_id|(?:id2label|label2id|problem_type|tags)"
+    r"_.*|transformers_version|(?:torch_)?dtype|quantization_config|architectures|auto_map|use_cache"
+    r"|tie_word_embeddings|initializer_range|(?:bos|eos|pad|sep|cls|mask)_token_id"
+    r"|(?:id2label|label2id|problem_type|tags)"
 )
 
 
 MERGED = "The adapter is merged into the model already. Call unmerge_adapter() first, then save or export."
-#: of a base on a CPU, of which 100 MB are read per second
+#: limit for a base on a CPU, read at 100 MB per second
 _SLOW_BYTES = 1 << 28
 
 
 class FingerprintRow(NamedTuple):
-    """What the fingerprint has of a parameter: its name in the checkpoint, its shape, "float" or its dtype, the sum over its content."""
+    """One parameter in the fingerprint: name in the checkpoint, shape, "float" or dtype, sum over its content."""
 
     name: str
     shape: list[int]
@@ -58,19 +56,30 @@ class FingerprintRow(NamedTuple):
 
 
 def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | None:
-    """Fingerprint of the model without its adapters; `None` where this process does not have it whole (sharded, offloaded).
+    """Fingerprint of the model without its adapters; `None` for a sharded or offloaded model.
 
     Args:
-        device: that computes it, tensor by tensor; each tensor's own by default.
+        device: for the computation, tensor by tensor; each tensor's own by default.
     """
-    named = list(_tensors(model))
-    if any(tensor.is_meta or is_part(tensor) for _, tensor in named):
-        return None
-    return sha256_of(row_of(name, tensor if device is None else tensor.to(device)) for name, tensor in named)
+    rows = []
+    for path, parameter in model.named_parameters():  # tied ones once
+        if is_trained(path):
+            continue
+        name = canonical_name(path)
+        tensors = {name: parameter}
+        if (state := getattr(parameter, "quant_state", None)) is not None:  # of bitsandbytes': the scales beside it too
+            tensors |= {f"{name}.{key}": value for key, value in state.as_dict().items()}
+        for key, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.is_meta or is_part(tensor):
+                return None
+            rows.append(row_of(key, tensor if device is None else tensor.to(device)))
+    return sha256_of(rows)
 
 
 def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
-    """The row of one parameter, for a fingerprint of tensors that are never together in memory."""
+    """The row of one parameter, for a fingerprint of tensors never together in memory."""
     return _row(name, tensor, int(_checksum(tensor.detach())))
 
 
@@ -85,19 +94,19 @@ def sha256_of(rows: Iterable[FingerprintRow]) -> str:
 
 
 def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
-    """[`base_sha256`], on this process's device. With FSDP (not `each`) that of the main process, whose weights all get; then it is collective."""
+    """[`base_sha256`], on this process's device. With FSDP (not `each`) the main process's, gathered: collective."""
     state = PartialState()
     found = base_sha256(model, state.device) if each or state.is_main_process else None
     return found if each or state.num_processes == 1 else gather_object([found])[0]
 
 
 def base_revision(model: nn.Module) -> str | None:
-    """The Hub's commit that the base was loaded from; `None` for a folder."""
+    """The Hub's commit of the loaded base; `None` for a folder."""
     return commit_of(cast(PretrainedConfig, model.config))
 
 
 def stored_vocabulary(model: Any) -> int | None:
-    """How many embeddings the checkpoint has that a model was loaded from; `None` where it is not at hand."""
+    """Number of embeddings in a model's checkpoint; `None` if it is not available."""
     try:
         config = type(model.config).from_pretrained(model.config.name_or_path, revision=base_revision(model))
     except OSError:
@@ -106,19 +115,20 @@ def stored_vocabulary(model: Any) -> int | None:
 
 
 def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
-    """Give a base the embeddings that an adapter's file has where tokens were added: resized, with its rows. Whether it has any."""
-    from peft import PeftConfig  # what only names a base does without
+    """Copy embeddings with added tokens from an adapter's file to a base, resized. Returns whether there are any."""
+    from peft import PeftConfig  # slow import, needed here only
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
     if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
         return False
-    # a trained copy is there under the name of the base's own
+    # the file has a trained copy under the name of the base's own
     mark = ".original_module." if PeftConfig.from_pretrained(str(folder)).modules_to_save else ""
     base: Any = model.get_base_model() if is_peft_model(model) else model
     modules = (base.get_input_embeddings(), base.get_output_embeddings())
     names = {f"{name}.weight" for name, module in base.named_modules() if module in modules}
     with safe_open(file, framework="pt") as stored:
-        keys = {canonical_name(key): key for key in stored.keys() if mark in key and not is_trained(key)}  # noqa: SIM118
+        ours = [key for key in stored.keys() if mark in key and not is_trained(key)]  # noqa: SIM118
+        keys = {canonical_name(key): key for key in ours}
         rows = {name: stored.get_tensor(keys[name]) for name in names & keys.keys()}
     now: tuple[int, ...] = tuple(modules[0].weight.shape)
     then: tuple[int, ...] = next((tuple(tensor.shape) for tensor in rows.values()), ())
@@ -134,14 +144,14 @@ def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
 
 
 def base_config(model: nn.Module) -> dict[str, Any]:
-    """What the configuration of the base says of its forward, as JSON, where it is not what its class has by default. The same for a dense base
-    and the NVFP4 base made of it, and with a release whose classes have further fields; tied weights show in the fingerprint."""
+    """The base's configuration of its forward, as JSON, without its class's defaults: equal for a dense base and the
+    NVFP4 base made of it, and with newer releases of its classes. The fingerprint covers tied weights."""
     found = _of_a_forward(cast(PretrainedConfig, model.config))
-    return cast(dict[str, Any], secrets.cleaned(found))  # it is written, and differences are shown
+    return cast(dict[str, Any], secrets.cleaned(found))  # written to files and messages
 
 
 def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:
-    """In the configurations inside it too."""
+    """Also in nested configurations."""
     default = {} if config.has_no_defaults_at_init else _as_json(type(config)())
     found: dict[str, Any] = {}
     for name, value in _as_json(config).items():
@@ -159,25 +169,12 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
 
 def is_trained(name: str) -> bool:
     """Whether a parameter of that name is an adapter's."""
-    return any(part.startswith(_ADAPTERS) for part in name.split("."))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's parameters by canonical name, tied ones once; of bitsandbytes' also the scales beside them."""
-    for name, parameter in model.named_parameters():
-        if is_trained(name):
-            continue
-        name = canonical_name(name)
-        yield name, parameter
-        if (state := getattr(parameter, "quant_state", None)) is not None:
-            for key, value in state.as_dict().items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{name}.{key}", value
+    return _ADAPTERS.search(name) is not None
 
 
 @torch.no_grad()
 def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """int64 (), on the tensor's device: the sum over its 64-bit words, each mixed with its place. `first`: the place of the first one."""
+    """int64 (), on the tensor's device: sum over its 64-bit words, each mixed with its place, counted from `first`."""
     flat = tensor.reshape(-1)
     size = 4 if flat.is_floating_point() else flat.element_size()
     places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
@@ -190,7 +187,7 @@ def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
 
 
 class Pieces:
-    """The row of a parameter that comes in slices of its first dimension, one after the other."""
+    """The row of a parameter given in consecutive slices of its first dimension."""
 
     def __init__(self, name: str, shape: Iterable[int], device: str | torch.device = "cpu") -> None:
         self._name, self._shape, self._device = name, list(shape), device
@@ -224,20 +221,21 @@ def _words(part: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The number as 64 bits with a sign."""
+    """The number as a signed 64-bit integer."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def check_base(model: nn.Module, began_with: str | None, in_the_middle: bool = False) -> None:
-    """
+    """Check that the base is unchanged.
+
     Args:
-        began_with: fingerprint of the base when the run began, `None` where it is unknown.
-        in_the_middle: a checkpoint: the fingerprint of a large base on a CPU is left to the end.
+        began_with: fingerprint of the base at the start of the run, `None` if unknown.
+        in_the_middle: a checkpoint; a large base on a CPU is checked at the end only.
 
     Raises:
         `RuntimeError`: the adapter is merged, or a frozen weight changed.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer  # what only names a base does without PEFT
+    from peft.tuners.tuners_utils import BaseTunerLayer  # slow import, needed here only
 
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
         raise RuntimeError(MERGED)
@@ -246,6 +244,7 @@ def check_base(model: nn.Module, began_with: str | None, in_the_middle: bool = F
         return
     if (now := base_sha256(model)) not in (None, began_with):
         raise RuntimeError(
-            f"The frozen base has other weights ({str(now)[:12]}) than when the run began ({began_with[:12]}), as after a merge and unmerge. "
-            "Call save_adapter and merge from its folder, or resume from the last checkpoint."
+            f"The frozen base has other weights ({str(now)[:12]}) than when the run began ({began_with[:12]}), as "
+            "after a merge and unmerge. Call save_adapter and merge from its folder, or resume from the last "
+            "checkpoint."
         )

@@ -1,7 +1,4 @@
-"""What is exported, as typed JSON: the record that a manifest keeps of an export, and the facts that its card shows.
-
-Both are read back from files: a key that is absent was not known.
-"""
+"""Typed JSON of exports: the record in a manifest, and the facts of a model card. An absent key means unknown."""
 
 import functools
 import importlib.metadata
@@ -11,42 +8,42 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-if TYPE_CHECKING:  # torch, which comparing runs does without, and PEFT, which `qerl-trl quantize` does without
+if TYPE_CHECKING:  # no torch for comparing runs, no PEFT for `qerl-trl quantize`
     import torch
 
     from .fingerprint import FingerprintRow
 
-#: the file of a card's facts, beside the card
+#: the file of a card's facts, next to the card
 FACTS_NAME = "qerl_card.json"
-#: the file in a run's folder that says what it measured of itself
+#: a run's own measurements, in its folder
 RESULTS_NAME = "results.json"
-#: and what it measured before its training
+#: its measurements before training
 BEFORE_NAME = "before.json"
-#: the files in a model's folder that say how `qerl-trl eval` measured this model
+#: results of `qerl-trl eval` in a model's folder
 EVALUATIONS = "eval-*.json"
 Kind = Literal["adapter", "merged", "merged_other_base", "nvfp4_base", "nvfp4_merged"]
-#: what `qerl-trl merge --as` calls what it writes: kinds that come of it
+#: kinds by their name in `qerl-trl merge --as`
 FORMS: dict[str, tuple[Kind, ...]] = {
     "bf16": ("merged", "merged_other_base"),
     "nvfp4": ("nvfp4_merged",),
     "base": ("nvfp4_base",),
     "adapter": ("adapter",),
 }
-#: kinds that hold base and adapter in one
+#: kinds with base and adapter in one
 MERGED_KINDS = (*FORMS["bf16"], *FORMS["nvfp4"])
 
 
 class LoraSettings(TypedDict, total=False):
-    """Of an adapter."""
+    """Settings of an adapter."""
 
     r: int
     alpha: int
     targets: list[str] | str  # names, or one regular expression
-    options: dict[str, Any]  # of `LoraConfig`, where they are not its defaults
+    options: dict[str, Any]  # of `LoraConfig`, without its defaults
 
 
 class RecordedArguments(TypedDict, total=False):
-    """Arguments that are recorded by name; further ones are in `options`."""
+    """Arguments recorded by name; others are in `options`."""
 
     base_format: str
     scale_rule: str
@@ -77,41 +74,41 @@ class RecordedArguments(TypedDict, total=False):
 
 
 class RunSettings(RecordedArguments, total=False):
-    """JSON. A key is absent where the run has no such setting, and everywhere for a model that no run is known of."""
+    """JSON. A key is absent if the run has no such setting, and for a model without a known run."""
 
     trainer: str  # the algorithm: "GRPO", "RLOO"
     model: str  # the base: Hub id or folder
-    base_revision: str  # the Hub's commit of it, where it came from there
-    base_sha256: str  # of its weights (fingerprint.py); absent where no process had it whole
-    base_config: dict[str, Any]  # what its configuration says of its forward (fingerprint.py)
+    base_revision: str  # its commit on the Hub, if it came from there
+    base_sha256: str  # of its weights (fingerprint.py); absent if no process had it whole
+    base_config: dict[str, Any]  # configuration of its forward (fingerprint.py)
     tokenizer_content_sha256: str
     special_tokens: dict[str, Any]  # ids: "eos" end a completion, "pad" follows
     dtype: str  # compute dtype
     lora: LoraSettings
     rewards: list[str]  # names of the reward functions
-    rewards_sha256: dict[str, str]  # of each one's source, where there is one
+    rewards_sha256: dict[str, str]  # of each one's source, if available
     rollouts: list[str]  # a rollout function, environments, tools
     rollouts_sha256: dict[str, str]
     dataset_sha256: str  # of a sample of the training data; absent for streamed data
-    options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
-    settings_sha256: str  # of all settings that may not differ when the run is resumed
-    changed: list[str]  # differences that were allowed on the way (`allow_other_settings`)
+    options: dict[str, Any]  # every other argument with an effect on the trajectory, without defaults
+    settings_sha256: str  # of all settings fixed for a resumed run
+    changed: list[str]  # differences allowed on resume (`allow_other_settings`)
     versions: dict[str, str]
-    auto_class: str  # of transformers, which loads the model that is trained
+    auto_class: str  # transformers' class to load the trained model
     # added by an export
     global_step: int
-    merged_onto: str  # format of the base that the exported model was built on
+    merged_onto: str  # format of the exported model's base
 
 
 class Survived(TypedDict):
-    """How much of the adapter's change the rounding of a merge kept; see `export.save_merged_nvfp4`."""
+    """Share of the adapter's change kept by a merge after rounding; see `export.save_merged_nvfp4`."""
 
     kept_fraction: float
     error_ratio: float
 
 
 class Measured(TypedDict):
-    """How far a model is from the trained policy; see `export.logit_distance`."""
+    """Distance of a model from the trained policy; see `export.logit_distance`."""
 
     mean_logit_distance: float
     max_logit_distance: float
@@ -121,7 +118,7 @@ class Measured(TypedDict):
 
 
 class ExportBase(TypedDict):
-    """The keys of an [`Export`] that are never absent."""
+    """The keys of every [`Export`]."""
 
     kind: Kind
     settings: RunSettings
@@ -129,13 +126,13 @@ class ExportBase(TypedDict):
 
 
 class Export(ExportBase, total=False):
-    """What was exported from what, without a path of this machine. The manifest's `run`; equal records are the same export."""
+    """Content and source of an export, without local paths. The manifest's `run`; equal records are the same export."""
 
-    base_model: str | None  # the base that an adapter was told to name
-    auto_map: dict[str, Any]  # where a model with code of its own has it
+    base_model: str | None  # the adapter's base, as given by the user
+    auto_map: dict[str, Any]  # location of a model's custom code
     dtype: str  # of a merged model
     measured: Measured
-    survived: Survived  # of a merge that was rounded
+    survived: Survived  # of a rounded merge
     # of a re-quantized merge
     requantized_with: str
     # of a folder quantized from a checkpoint
@@ -146,7 +143,7 @@ class Export(ExportBase, total=False):
 
 
 class QuantizedLayer(TypedDict):
-    """Size and error of one layer of a quantized folder, as its report lists them; see `Quantization`."""
+    """Size and error of one layer of a quantized folder, listed in its report; see `Quantization`."""
 
     name: str
     shape: list[int]
@@ -156,14 +153,14 @@ class QuantizedLayer(TypedDict):
 
 
 class QuantizedNote(TypedDict, total=False):
-    """What is kept of tensors while a checkpoint is quantized: those of a fused group, or one that stays dense and has no `layers`."""
+    """Notes on tensors while a checkpoint is quantized: a fused group's, or a dense one's, without `layers`."""
 
-    rows: list["FingerprintRow"]  # lists, where they are read back
+    rows: list["FingerprintRow"]  # lists, when read back
     layers: list[QuantizedLayer]
 
 
 class RequantizedNote(TypedDict, total=False):
-    """What is kept of a layer or a fused group that a merge rounds: sums over its weights, of which `Survived` is computed."""
+    """Notes on a layer or a fused group rounded by a merge: sums over its weights, for `Survived`."""
 
     layers: list[str]
     kept: float
@@ -171,7 +168,7 @@ class RequantizedNote(TypedDict, total=False):
     error: float
 
 
-#: beside the tensors of a `writer.Job`
+#: stored with the tensors of a `writer.Job`
 Note = QuantizedNote | RequantizedNote
 
 
@@ -188,7 +185,7 @@ class Quantization(TypedDict):
 
 
 class Accuracy(TypedDict):
-    """Share of problems that were solved."""
+    """Share of solved problems."""
 
     accuracy: float
     interval95: list[float]
@@ -204,23 +201,23 @@ class Difference(TypedDict):
 
 
 class Results(TypedDict, total=False):
-    """What a run measured of itself: a part of its results.json."""
+    """A run's own measurements: a part of its results.json."""
 
     before: Accuracy
     after: Accuracy
     difference: Difference
     task: str  # in words
-    #: of the data set, from which the held-out problems are; null where they are a part of the training split
+    #: split with the held-out problems; null if they are a part of the training split
     split: str | None
-    decoding: str  # how their answers were generated, in words
+    decoding: str  # decoding of their answers, in words
     steps: int
     seed: int
-    train_seconds: float | None  # of the training, where there was any
+    train_seconds: float | None  # of the training, if any
     device: str
 
 
 class Arm(TypedDict):
-    """The settings that a comparison varies; see `tasks.arms`."""
+    """The settings varied by a comparison; see `tasks.arms`."""
 
     base_format: str | None
     aqn: bool | None
@@ -229,14 +226,14 @@ class Arm(TypedDict):
 
 
 class Base(TypedDict):
-    """Which model a run started from: the fingerprint of its weights, and the Hub's commit."""
+    """A run's initial model: fingerprint of its weights, and commit on the Hub."""
 
     sha256: str | None
     revision: str | None
 
 
 class RunResults(Results, total=False):
-    """results.json of a run. Empty in the processes that do not write it."""
+    """results.json of a run. Empty in processes that do not write it."""
 
     dataset: str | None
     measured_by: dict[str, Any]  # `tasks.evaluation.measured_by`
@@ -263,11 +260,11 @@ class Evaluation(TypedDict, total=False):
 
 
 class Facts(TypedDict, total=False):
-    """What a card may say. `qerl_card.json` beside the card; what no run wrote down is absent."""
+    """Facts of a model card: `qerl_card.json` next to the card, without unknown ones."""
 
     kind: Kind
     settings: RunSettings
-    dataset: str | None  # that the run trained on
+    dataset: str | None  # training data
     results: Results
     evaluations: list[Evaluation]
     log: dict[str, list[float]]  # key -> mean at the start, mean at the end, entries
@@ -280,7 +277,7 @@ class Facts(TypedDict, total=False):
     folder: str
     repo_id: str
     base_model: str
-    base_packed: bool  # whether the Hub's copy of the base is stored in quantized layers
+    base_packed: bool  # the Hub's copy of the base has quantized layers
     title: str
     extra_tags: list[str]
 
@@ -290,16 +287,16 @@ _PACKAGES = "qerl-trl trl transformers peft accelerate torch triton vllm vllm-cp
 
 
 def public_name(model: str) -> str:
-    """A Hub id (or any other name) as it is; a path shortened to its last part: it is private, and nobody else has the folder."""
+    """A Hub id (or any other name) unchanged; a path shortened to its last part, since paths are private."""
     return Path(model).name if os.path.exists(model) or os.path.isabs(model) else model
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` names a Hub repository (`user/name`) and not a folder here."""
+    """Whether `model` names a Hub repository (`user/name`) and not a local folder."""
     return bool(_HUB_ID.match(model)) and not os.path.isdir(model)
 
 
-@functools.cache  # it parses whole metadata, and a checkpoint asks several times
+@functools.cache  # parses metadata, several times per checkpoint
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -308,7 +305,7 @@ def _version(name: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a result, Python's included."""
+    """Installed versions of Python and the packages with an effect on results."""
     known = {name: _version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **{name: version for name, version in known.items() if version}}
 
@@ -325,5 +322,5 @@ def device_name(device: "torch.device") -> str:
 
 
 def hardware(args: Any) -> str:
-    """What a run trains on: the device of this process, and how many such there are."""
+    """A run's hardware: the device of this process, and the number of processes."""
     return device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")

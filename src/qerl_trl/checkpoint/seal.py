@@ -1,8 +1,9 @@
-"""Checkpoints that are whole or not there: seal, verify, find.
+"""Checkpoints, whole or absent: seal, verify, find.
 
-`Trainer` writes a checkpoint file by file into its final folder, so a killed run leaves a folder that looks like a checkpoint. Here the last
-file written is a manifest with the size and SHA-256 of every other file; a folder without it, or that disagrees with it, is not a checkpoint.
-Older checkpoints are removed only after the new one is sealed. The newest one is the one sealed last, whatever its step: a run may go back.
+`Trainer` writes a checkpoint file by file into its final folder, so a killed run leaves a seemingly complete one. The
+last file written is therefore a manifest with the size and SHA-256 of every other file; a folder without it, or
+different from it, is no checkpoint. Older checkpoints are removed after the new one is sealed. The newest one is the
+one sealed last, at any step: a run may go back.
 """
 
 import fcntl
@@ -27,17 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
-#: held by the process that trains in a folder (run/folder.py)
+#: locked by the process training in a folder (run/folder.py)
 LOCK_NAME = ".qerl_lock"
-#: what decides about a model and must not lie in its folder unsealed
+#: files that define a model, not allowed unsealed in its folder
 _DECISIVE = (
-    "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json", "adapter_config.json",
-    "adapter_model*.bin",
+    "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json",
+    "adapter_config.json", "adapter_model*.bin",
 )  # fmt: skip
-#: the same of its tokenizer or processor, where one was sealed; to a folder without one it may be added
+#: its tokenizer's or processor's, if one was sealed; allowed in a folder without one
 _OF_THE_TOKENIZER = (
-    "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
-    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*processor_config.json",
+    "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.json", "tokenizer_config.json", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
+    "tekken.json", "*processor_config.json",
 )  # fmt: skip
 _OPTIMIZERS = ("optimizer.pt*", "optimizer.bin", "optimizer_*", "rank*-optimizer.pt", "global_step*")
 
@@ -50,8 +52,7 @@ class SealedFile(TypedDict):
 
 
 class Recorded(TypedDict, total=False):
-    """What a folder was sealed with: an `identity.RunSettings` (a checkpoint, a run) or a `publish.records.Export`. The keys of both that are
-    read before it is known which."""
+    """The record sealed with a folder: `identity.RunSettings` (of a checkpoint, a run) or `publish.records.Export`."""
 
     kind: str  # of an export only
     settings: "RunSettings"  # the same
@@ -62,7 +63,7 @@ class Recorded(TypedDict, total=False):
 
 
 class Manifest(TypedDict):
-    """`qerl_manifest.json`. `files`: by relative name; `order`: number of this seal in its run, absent in exports; `sha256`: of the others."""
+    """`qerl_manifest.json`. `files`: by relative name; `order`: of this seal in its run; `sha256`: of the others."""
 
     files: dict[str, SealedFile]
     run: Recorded
@@ -82,8 +83,8 @@ def seal(
     Args:
         folder: a finished checkpoint.
         run: JSON-serializable description of the run, compared on resume (`identity.differences`).
-        hashed: SHA-256 of files (relative names) that were hashed when they were complete; the others are hashed here.
-        names: the files that it covers; all of them by default.
+        hashed: known SHA-256 of complete files (relative names); the others are hashed here.
+        names: the covered files; all of them by default.
         order: of a checkpoint or a run's folder ([`next_order`]).
     """
     folder, hashed = Path(folder), hashed or {}
@@ -105,13 +106,13 @@ def manifest(files: Mapping[str, SealedFile], run: Mapping, order: int | None = 
 
 
 def _own_sha256(content: Mapping) -> str:
-    """Of the other entries of a manifest, so that an edited one is noticed."""
+    """Of a manifest's other entries, to detect edits."""
     others = {name: content[name] for name in ("files", "run", "order") if name in content}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def discard(folder: str | os.PathLike) -> None:
-    """Remove a folder, manifest first, so that a half-removed one is not taken for whole."""
+    """Remove a folder, manifest first, so that a partial removal is not taken for whole."""
     folder = Path(folder)
     if folder.is_dir():
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -119,7 +120,7 @@ def discard(folder: str | os.PathLike) -> None:
 
 
 def make_room(folder: str | os.PathLike) -> None:
-    """Clear the place of a new checkpoint. A whole one of the same step is kept aside until [`replaced`] is called."""
+    """Clear the place of a new checkpoint. A whole one of the same step is kept aside until [`replaced`]."""
     folder = Path(folder)
     if folder.is_dir() and not problems(folder):
         discard(_aside(folder))
@@ -128,7 +129,7 @@ def make_room(folder: str | os.PathLike) -> None:
 
 
 def replaced(folder: str | os.PathLike) -> None:
-    """The new checkpoint is sealed: the one that it replaces may go."""
+    """Remove the replaced checkpoint, after the new one is sealed."""
     discard(_aside(Path(folder)))
 
 
@@ -137,11 +138,11 @@ def _aside(folder: Path) -> Path:
 
 
 def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: bool = False) -> list[str]:
-    """What is wrong with a checkpoint, one sentence each; empty if it is whole.
+    """Defects of a checkpoint, one sentence each; empty if it is whole.
 
     Args:
-        read_up_to: bytes up to which a file is hashed; of larger ones the size is compared.
-        partial: not all of its files are here, as in the Hub's cache, and its card may be edited.
+        read_up_to: bytes; larger files are not hashed, only their size is compared.
+        partial: some files may be missing, as in the Hub's cache, and the card may be edited.
     """
     folder = Path(folder)
     if not (folder / MANIFEST_NAME).is_file():
@@ -165,7 +166,7 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
 
 
 def added(folder: str | os.PathLike) -> list[str]:
-    """Files that decide about a model and were added to its sealed folder, one sentence each. Call it where [`problems`] found none."""
+    """Model files added to a sealed folder, one sentence each. Call it if [`problems`] found none."""
     sealed = read_manifest(folder)["files"]
     found = [name for name in _found(folder, _DECISIVE) if name not in sealed]
     if "tokenizer_config.json" in sealed:
@@ -174,7 +175,7 @@ def added(folder: str | os.PathLike) -> list[str]:
 
 
 def tokenizer_files(folder: str | os.PathLike) -> list[str]:
-    """Names of the files in `folder` that are its tokenizer's or processor's."""
+    """Names of the tokenizer's or processor's files in `folder`."""
     return _found(folder, _OF_THE_TOKENIZER)
 
 
@@ -184,10 +185,10 @@ def _found(folder: str | os.PathLike, patterns: Iterable[str]) -> list[str]:
 
 
 def read_manifest(folder: str | os.PathLike) -> Manifest:
-    """The manifest of `folder`. No name in it leads out of the folder.
+    """The manifest of `folder`. All names are inside the folder.
 
     Raises:
-        `ValueError`: it is not what [`seal`] writes. `OSError`: there is none.
+        `ValueError`: not written by [`seal`]. `OSError`: there is none.
     """
     try:
         content = json.loads(Path(folder, MANIFEST_NAME).read_bytes())
@@ -202,7 +203,7 @@ def read_manifest(folder: str | os.PathLike) -> Manifest:
 
 
 def recorded_run(folder: str | os.PathLike) -> Recorded:
-    """What the run that sealed `folder` recorded of itself; empty where there is no readable manifest."""
+    """The record of the run that sealed `folder`; empty without a readable manifest."""
     try:
         return read_manifest(folder)["run"]
     except (OSError, ValueError):
@@ -210,13 +211,13 @@ def recorded_run(folder: str | os.PathLike) -> Recorded:
 
 
 def recorded_settings(folder: str | os.PathLike) -> Recorded:
-    """What a folder says of its run, itself or as an export of it."""
+    """A folder's record of its run, for a run's folder or an export."""
     found = recorded_run(folder)
     return cast(Recorded, found.get("settings", {})) if "kind" in found else found
 
 
 def sealed_files(folder: str | os.PathLike) -> set[str]:
-    """Names of the files that a manifest in `folder` covers; none where there is no readable one."""
+    """Names of the files in `folder`'s manifest; none without a readable one."""
     try:
         return set(read_manifest(folder)["files"])
     except (OSError, ValueError):
@@ -224,7 +225,7 @@ def sealed_files(folder: str | os.PathLike) -> set[str]:
 
 
 def weights_sha256(folder: str | os.PathLike) -> str | None:
-    """Of the weights in a folder: of its adapter, else of all files of its model. `None` where there are none."""
+    """Digest of the weights in a folder: its adapter's, else all files of its model. `None` without any."""
     folder = Path(folder)
     files = [folder / "adapter_model.safetensors"]
     if not (folder / "adapter_config.json").is_file():
@@ -234,7 +235,7 @@ def weights_sha256(folder: str | os.PathLike) -> str | None:
 
 
 def of_a_run(folder: str | os.PathLike) -> list[str]:
-    """What in `folder` only a run has: its checkpoints, its state, and the lock of one that is alive."""
+    """Contents of `folder` specific to a run: checkpoints, state, and the lock of a live one."""
     folder = Path(folder)
     found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
     found += ["trainer_state.json"] if (folder / "trainer_state.json").is_file() else []
@@ -247,30 +248,29 @@ def _is_locked(file: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # not there, or on a file system without locks
+    except OSError:  # missing, or a file system without locks
         return False
     return False
 
 
 def can_go_on(args: "TrainingArguments") -> bool:
-    """Whether a run with these arguments writes checkpoints that it can go on from."""
+    """Whether a run with these arguments writes resumable checkpoints."""
     return args.save_strategy != "no" and not args.save_only_model
 
 
 def keeps_optimizer(folder: str | os.PathLike) -> bool:
-    """Whether the state of an optimizer lies in a checkpoint, as `Trainer` writes it, alone, with FSDP or with DeepSpeed."""
+    """Whether a checkpoint has an optimizer's state, by `Trainer` alone, with FSDP or with DeepSpeed."""
     return any(any(Path(folder).glob(form)) for form in _OPTIMIZERS)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The newest whole checkpoint in `output_dir`, or `None`: the one sealed last, whatever its step. Damaged newer ones are skipped with a
-    warning each."""
+    """The newest whole checkpoint in `output_dir` by seal order, or `None`. Damaged newer ones log a warning each."""
     whole = next((folder for folder in reversed(_by_age(output_dir)) if _is_whole(folder)), None)
     return None if whole is None else str(whole)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Warns where it is not."""
+    """Logs a warning if not."""
     wrong = problems(folder)
     if wrong:
         logger.warning("Skipping %s: %s. Looking for an older checkpoint.", folder, "; ".join(wrong))
@@ -278,8 +278,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _by_age(output_dir: str | os.PathLike) -> list[Path]:
-    """Folders of checkpoints in `output_dir`, the newest last: as they were sealed, then those that were not, by their steps."""
-    # imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither
+    """Checkpoint folders in `output_dir`, the newest last: by seal order, then unsealed ones by step."""
+    # imports PEFT, and so an installed bitsandbytes; `qerl-trl quantize` needs neither
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+|\.{PREFIX_CHECKPOINT_DIR}-\d+\.replaced")
@@ -295,7 +295,7 @@ def _by_age(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def order_of(folder: str | os.PathLike) -> int:
-    """The number of a sealed folder among all that its run has sealed; 0 where it is not sealed, or its manifest cannot be read."""
+    """The number of a sealed folder among all seals of its run; 0 if not sealed, or its manifest is unreadable."""
     try:
         return read_manifest(folder).get("order", 0)
     except (OSError, ValueError):
@@ -303,15 +303,15 @@ def order_of(folder: str | os.PathLike) -> int:
 
 
 def next_order(output_dir: str | os.PathLike, since: int = 0) -> int:
-    """Of what is sealed next in a run's folder. `since`: that of the checkpoint the run was resumed from, which may lie elsewhere."""
+    """Number of the next seal in a run's folder. `since`: that of the resumed checkpoint, perhaps in another folder."""
     return 1 + max(since, order_of(output_dir), *map(order_of, _by_age(output_dir)))
 
 
 def rotate(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike]) -> None:
-    """Remove the oldest checkpoints, those first that were never sealed, until there are `limit` (`save_total_limit`; None or 0: any number).
+    """Remove the oldest checkpoints, unsealed ones first, down to `limit` (`save_total_limit`; None or 0: any number).
 
     Args:
-        keep: checkpoints that stay, whatever their age: the one just sealed, the best one.
+        keep: checkpoints to keep at any age: the one just sealed, the best one.
     """
     if not limit or limit < 0:
         return
@@ -328,9 +328,7 @@ def rotate(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str 
 
 
 def verify(folder: str | os.PathLike) -> None:
-    """Check a checkpoint that the user named.
-
-    A folder without a manifest may come from TRL's own trainer: accepted with a warning.
+    """Check a checkpoint named by the user. A folder without a manifest may be of TRL's own trainer: only a warning.
 
     Raises:
         `ValueError`: it is damaged; names the files.
@@ -352,7 +350,7 @@ def verify(folder: str | os.PathLike) -> None:
 
 
 def write_json_atomically(path: Path, content: Mapping | list) -> None:
-    """Write beside, flush to disk, rename. Secrets are masked, whoever put them there."""
+    """Write a temporary file, flush to disk, rename. All secrets are masked."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w") as file:
         file.write(secrets.redact(json.dumps(content, indent=2, sort_keys=True)) + "\n")

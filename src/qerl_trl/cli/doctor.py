@@ -1,4 +1,4 @@
-"""`qerl-trl doctor`: what this machine can do with the package, and each problem with a remedy."""
+"""`qerl-trl doctor`: capabilities of this machine, and each problem with a remedy."""
 
 import dataclasses
 import importlib.metadata
@@ -18,7 +18,7 @@ from ..nvfp4.fused import measured_by_the_user, selected_for_matrices
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What was found: facts, versions of packages, problems."""
+    """Facts, package versions and problems."""
 
     facts: dict[str, str]
     versions: dict[str, str]
@@ -37,9 +37,9 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Look at packages, GPU, kernels, vLLM, the Hub's settings and the disk. Contacts nobody."""
+    """Examine packages, GPU, kernels, vLLM, the Hub's settings and the disk. No network access."""
     problems: list[Problem] = [*environment.untested(), *environment.gpu(), *environment.shared_memory()]
-    # not every model has delta nets
+    # only some models have delta nets
     problems += [dataclasses.replace(problem, fatal=False) for problem in environment.delta_nets()]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"device": records.device_name(device)}
@@ -73,7 +73,7 @@ def examine() -> Findings:
 
 
 def _selected_kernels(device: torch.device) -> dict[str, str]:
-    """What computes the matrices of a 7B model with an adapter of rank 32 on this GPU."""
+    """Kernels selected on this GPU for the matrices of a 7B model with a rank-32 adapter."""
     kernels = linear.kernels_for(device)
     if kernels is None:
         return {}

@@ -57,7 +57,7 @@ def evaluate(
     if measured is not None:
         result["task"] = measured.label
     result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name)
-    if folder.is_dir():  # a card shows the measurement for these weights only
+    if folder.is_dir():  # a card shows results for exactly these weights
         base_sha256 = settings.get("base_sha256") if adapter else None
         result.update(weights_sha256=seal.weights_sha256(model), base_sha256=base_sha256)
     result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
@@ -85,7 +85,7 @@ def _lines(result: dict[str, Any], output: Path | None) -> list[str]:
 def _chosen(
     folder: Path, named: str | None, data: str | None, settings: Any, said: dict[str, Any], limit: int | None
 ) -> tuple["Protocol", str, "Task | None", "Dataset | None"]:
-    """(protocol, name, task, problems): of a task, of `data`, or GSM8K. Refuses what cannot be graded."""
+    """(protocol, name, task, problems): of a task, of `data`, or GSM8K. Raises if the answers cannot be graded."""
     from qerl_trl.publish.load import recorded_template_kwargs
     from qerl_trl.tasks import evaluation
     from qerl_trl.tasks.grading import require_references
@@ -112,7 +112,7 @@ def _chosen(
 
 
 def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol":
-    """How a task is measured: greedily, as long as the run's completions."""
+    """Protocol of a task: greedy, with the run's completion length."""
     from qerl_trl.tasks.evaluation import Protocol
 
     if not task.graded(problems):
@@ -120,7 +120,7 @@ def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol"
             f"The task {task.label!r} has tools, an environment or no reference answers: only its training loop can "
             "measure it. Start the command that trained the run again: a finished run is measured again."
         )
-    task.graded_by()  # a grader that cannot be found is an error before a model is loaded
+    task.graded_by()  # fail on an unknown grader before loading a model
     return Protocol(
         dataset=task.hub_dataset or task.label,
         config=task.dataset_config,
@@ -135,7 +135,7 @@ def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol"
 def _in_transformers(
     model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int, batch_size: int
 ) -> tuple[Any, str]:
-    """(what generates, the format or dtype of the weights)"""
+    """(generation function, format or dtype of the weights)"""
     import torch
 
     from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4
@@ -144,7 +144,7 @@ def _in_transformers(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_policy(adapter, device=device) if adapter else load_any(model, device)
-    assert policy.tokenizer is not None  # both bring one
+    assert policy.tokenizer is not None  # set by both loaders
     if task is not None:
         task.prepared(policy.tokenizer)
     packed = has_nvfp4(policy.transformers_model)
@@ -153,7 +153,7 @@ def _in_transformers(
 
 
 def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int) -> tuple[Any, str]:
-    """As [`_in_transformers`]; vLLM loads the base as it is stored, at the revision of the run."""
+    """[`_in_transformers`] with vLLM; the base is loaded as stored, at the run's revision."""
     from transformers import AutoTokenizer
 
     from qerl_trl.model import loading
@@ -171,17 +171,17 @@ def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Pro
     loading.finish()
     options: dict[str, Any] = {"revision": revision} if revision else {}
     weights = stored_as(base, revision)
-    if weights == "float32":  # which vLLM would round to 16 bits
+    if weights == "float32":  # vLLM would round it to 16 bits
         options["dtype"] = weights
     own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
-    if own or task is not None:  # vLLM takes the base's template, which the run may not have had
+    if own or task is not None:  # vLLM defaults to the base's template; the run may have had another
         tokenizer = AutoTokenizer.from_pretrained(own or base, revision=None if own else revision)
         options["chat_template"] = (task or Task()).prepared(tokenizer).chat_template
     return evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options), weights
 
 
 def _task_of(model: Path) -> str | None:
-    """What the run that made `model` was measured on, as its results say, where that is not GSM8K."""
+    """Task in the results of the run that made `model`, or None for GSM8K."""
     from qerl_trl.tasks.evaluation import PROTOCOLS
 
     try:
@@ -192,7 +192,7 @@ def _task_of(model: Path) -> str | None:
 
 
 def _output_file(output: Path | None, model: Path, name: str, limit: int | None) -> Path | None:
-    """Where the result is written, checked before anything is measured; a part (`--limit`) not into the model."""
+    """File for the result, checked before the evaluation; a partial one (`--limit`) does not go into the model."""
     if output is None:
         if not model.is_dir() or limit is not None:
             return None

@@ -1,7 +1,7 @@
-"""The command line `qerl-trl`: its commands and their errors. Heavy imports are inside them: `--help` is instant.
+"""The command line `qerl-trl`: commands and error handling. Heavy imports are inside the commands: `--help` is instant.
 
-Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go
-to standard output (as JSON with `--json`), everything else to standard error.
+Exit codes: 0 done; 1 failed (a file, the hub, a run); 2 bad request (option or input). Results go to standard output
+(as JSON with `--json`), everything else to standard error.
 """
 
 import sys
@@ -12,11 +12,11 @@ import typer
 from ..support import secrets
 from . import evaluate, make, plan, train
 
-#: kinds of errors that are raised on purpose
+#: error types raised on purpose
 MEANT = (ValueError, RuntimeError, OSError, ImportError)
-#: where they are raised: this package, and the configurations that check what a user writes
+#: modules that raise them: this package, and the configurations checking the user's input
 _HERE = ("qerl_trl.", "qerl_nvfp4.", "trl.trainer.grpo_config", "trl.trainer.rloo_config", "transformers.training_args")
-#: exit code after Ctrl-C, as a shell counts it
+#: exit code after Ctrl-C, a shell convention
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -24,12 +24,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    # --max_new_tokens as --max-new-tokens: TRL's options have the one spelling, these the other
+    # accept --max_new_tokens and --max-new-tokens: TRL's options use the first spelling, these the second
     context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},
-    pretty_exceptions_enable=False,  # its tracebacks can show local variables, and one of them is the Hub token
+    pretty_exceptions_enable=False,  # its tracebacks can show local variables, the Hub token among them
 )
 
-# in the order of `--help`
+# order of `--help`
 app.command()(make.quantize)
 app.command()(make.merge)
 app.command()(make.push)
@@ -53,8 +53,7 @@ def doctor(as_json: train.AsJson = False) -> None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """2 for the user's input, 1 for a state, 130 for Ctrl-C; `None` where the traceback is to be shown: a `ValueError` or `RuntimeError` that
-    was raised elsewhere."""
+    """2 for the user's input, 1 for a state, 130 for Ctrl-C; `None`: show the traceback."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, ImportError | OSError):
@@ -66,13 +65,13 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def tell(message: object) -> None:
-    """Print what a command ends with, without secrets; of an error also its notes."""
+    """Print a command's final message without secrets; for an error also its notes."""
     said = "\n".join([str(message), *getattr(message, "__notes__", ())])
     print(f"qerl-trl: {secrets.redact(said)}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Entry point: runs a command, and turns the errors we raise on purpose into one message and an exit code."""
+    """Entry point: runs a command; errors raised on purpose become one message and an exit code."""
     try:
         app()
     except MEANT as error:

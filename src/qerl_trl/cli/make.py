@@ -1,4 +1,4 @@
-"""Commands that make something to publish, and publish it: quantize, merge, push."""
+"""Commands for publishing: quantize, merge, push."""
 
 import copy
 from contextlib import nullcontext
@@ -126,11 +126,11 @@ def merge(
         write.require_apart(base_model, destination)
     write.require_room(destination, overwrite)
     code = {"trust_remote_code": trust_remote_code}
-    policy = load_policy(run, base_model, base_format, None, device, allow_other_base, **code)  # as it was trained
+    policy = load_policy(run, base_model, base_format, None, device, allow_other_base, **code)  # in the run's format
     measured: Measured | None = None
     if measures:
-        assert policy.tokenizer is not None  # load_policy brings one
-        tokenizer = copy.copy(policy.tokenizer)  # the policy's own is written, with the run's template
+        assert policy.tokenizer is not None  # set by load_policy
+        tokenizer = copy.copy(policy.tokenizer)  # the policy's own tokenizer is written with the run's template
         problems: Any = prompts
         if task is not None:
             measured_task = Task.read(task_file(task))
@@ -140,7 +140,7 @@ def merge(
         trained = export.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
             base_kl = export.logit_distance(trained, export.logits_of(policy.model, batches))["kl_nats_per_token"]
-        if onto_original and policy.settings["merged_onto"] == "nvfp4":  # else a plain merge is that already
+        if onto_original and policy.settings["merged_onto"] == "nvfp4":  # otherwise equal to a plain merge
             settings = policy.settings
             del policy
             policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
@@ -178,13 +178,13 @@ def merge(
             f"(error {survived['error_ratio']:.2f} of its size)"
         )
     if measures:
-        written = load_any(str(destination), device, policy.settings["dtype"])  # the same arithmetic
+        written = load_any(str(destination), device, policy.settings["dtype"])  # same arithmetic as the policy
         measured = measured or export.logit_distance(trained, export.logits_of(written.model, batches))
         content["measured"], content["base_kl_nats_per_token"] = measured, base_kl
         lines.append(
             f"distance to the trained policy on {measured['tokens']} tokens: mean logit "
-            f"{measured['mean_logit_distance']:.3g}, KL {measured['kl_nats_per_token']:.3g} nats per token (of the base "
-            f"without the adapter {base_kl:.3g}), same greedy token {100 * measured['same_greedy_token']:.1f} %"
+            f"{measured['mean_logit_distance']:.3g}, KL {measured['kl_nats_per_token']:.3g} nats per token (of the "
+            f"base without the adapter {base_kl:.3g}), same greedy token {100 * measured['same_greedy_token']:.1f} %"
         )
     print_result(content, as_json, lines)
 
@@ -204,7 +204,7 @@ def push(
     dataset: DatasetName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish to the Hugging Face Hub: announced first, private by default, all or nothing. Interrupted? Run it again."""
+    """Publish to the Hugging Face Hub in one commit: announced first, private by default. Interrupted? Run it again."""
     from qerl_trl.checkpoint import seal
     from qerl_trl.checkpoint.records import FORMS, MERGED_KINDS, Facts
     from qerl_trl.publish import card as cards

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..memory.formulas import Shape
     from ..memory.workload import Workload
 
-#: options of `plan` that a run's file has as well, and by which name
+#: options of `plan` -> their names in a recipe
 _OF_A_FILE = {
     "batch": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
@@ -91,7 +91,7 @@ def plan(
 
 
 def _shape_of(model: str, work: "Workload") -> "Shape":
-    """The model's shape; refuses what a run refuses as a base."""
+    """Shape of the model; raises for a base unfit for training."""
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.nvfp4.config import load_config
 
@@ -120,7 +120,7 @@ def _shared(work: "Workload", gpus: int, fsdp: bool) -> str:
 
 
 def _workload(options: Mapping[str, Any], said: list[str]) -> tuple[str | None, "Workload"]:
-    """(the model that `--config` names, the workload) with the options that were `said`, all without a file."""
+    """(model of the recipe or None, workload): the recipe with the options in `said`, or all options."""
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
     from qerl_trl.tasks.script import check_recipe
 
@@ -159,7 +159,7 @@ def tune(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure which kernels are fastest for a model on this GPU, and keep it. QERL_NVFP4_TUNED=0 ignores it."""
+    """Measure the fastest kernels for a model on this GPU, and store the result. QERL_NVFP4_TUNED=0 ignores it."""
     sizes = numbers_of_tokens(tokens)
     import torch
 
@@ -178,7 +178,7 @@ def tune(
         note("QERL_NVFP4_TUNED=0 is set: what is measured is kept, and not used before it is unset.")
     begin = time.monotonic()
     weights = [Weight(sum(m.rows), m.columns, m.rows, rank) for m in matrices]
-    with contextlib.redirect_stdout(sys.stderr):  # candidates that fail are named
+    with contextlib.redirect_stdout(sys.stderr):  # failing candidates print messages
         found = refine.refine(weights, sizes, seconds, note)
     path = measured.path_of(measured.key_of(*select.device_properties(None)[:2]))
     took = time.monotonic() - begin
@@ -198,7 +198,7 @@ def tune(
 
 
 def numbers_of_tokens(text: str) -> list[int]:
-    """The numbers of tokens in "8-512" (every multiple of 8 in it) or "64,128"."""
+    """Token counts of "8-512" (every multiple of 8) or "64,128"."""
     try:
         first, dash, last = text.partition("-")
         found = list(range(int(first), int(last) + 1, 8)) if dash else [int(part) for part in text.split(",")]

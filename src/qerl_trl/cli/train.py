@@ -1,4 +1,4 @@
-"""Commands that train: `train` (one run) and `arms` (arms x seeds); options, notes and progress of every command."""
+"""Training commands: `train` (one run) and `arms` (arms x seeds); shared options, notes and progress bars."""
 
 import json
 import os
@@ -24,7 +24,7 @@ BaseFormat = Annotated[
 AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Take a base with other weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
 
-#: of a merge
+#: for a merge
 WrittenDtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
     typer.Option(help="Of what --as bf16 writes, not of what is computed in. Default: bfloat16."),
@@ -45,7 +45,7 @@ def print_result(content: Mapping[str, Any], as_json: bool, lines: list[str]) ->
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """A progress bar in bytes, in a log every 30 seconds; call with (bytes since the last call, all)."""
+    """Progress bar in bytes, in a log every 30 seconds; call it with (bytes since the last call, total)."""
     from tqdm import tqdm
 
     every = 0.1 if sys.stderr.isatty() else 30.0
@@ -60,7 +60,7 @@ def progress_bar(description: str) -> Iterator[Any]:
 
 # --- train and arms ------------------------------------------------------------
 
-#: what a finished run was started with, in its folder
+#: command of a finished run, in its folder
 STARTED_NAME = "arm.json"
 _VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from_checkpoint", "hub_model_id")
 
@@ -76,7 +76,7 @@ def train(
     num_processes: NumProcesses = None,
     accelerate_config: AccelerateConfig = None,
 ) -> None:
-    """Train with examples/grpo_gsm8k.py, which takes further options: of QeRLConfig, TRL's ModelConfig, a task."""
+    """Train with examples/grpo_gsm8k.py; further options: of QeRLConfig, TRL's ModelConfig, a task."""
     arguments = list(context.args)
     if task is not None:
         arguments += ["--task", str(task_file(task))]
@@ -84,13 +84,13 @@ def train(
         arguments += ["--config", str(config_file(config))]
     command = example_command(arguments, num_processes, accelerate_config)
     sys.stdout.flush()
-    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
+    os.execv(command[0], command)  # exec: the run gets our signals and sets our exit code
 
 
 def example_command(
     arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
 ) -> list[str]:
-    """The command line that trains with the example script."""
+    """Command line of a training with the example script."""
     launcher = [sys.executable]
     if accelerate_config is not None or (num_processes or 1) > 1:
         launcher += ["-m", "accelerate.commands.launch"]
@@ -102,7 +102,7 @@ def example_command(
 
 
 class SpreadCommand(TyperCommand):
-    """Options that take several words: `--seeds 1 2 3`."""
+    """Options with several words: `--seeds 1 2 3`."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -142,7 +142,7 @@ def arms(
     _refuse_varied(further)
     file = config_file(config)
     if accelerate_config is not None:
-        accelerate_file(accelerate_config)  # refused now, not once for each run
+        accelerate_file(accelerate_config)  # fail now instead of once per run
     output_dir.mkdir(parents=True, exist_ok=True)
     runs, failed = [], []
 
@@ -170,14 +170,14 @@ def arms(
         print_result(found, as_json, [comparison.table(found)])
     if failed:
         raise RuntimeError(
-            f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the .log "
-            f"beside each folder of {output_dir}. Start the same command again: runs that have ended stay, the others "
-            "are resumed."
+            f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the "
+            f".log beside each folder of {output_dir}. Start the same command again: runs that have ended stay, the "
+            "others are resumed."
         )
 
 
 def _run(words: Sequence[str], config: Path, folder: Path, command: Sequence[str]) -> int:
-    """Train in `folder`, unless that run has ended already; returns the exit code."""
+    """Train in `folder` unless that run is finished; returns the exit code."""
     from qerl_trl.checkpoint import seal
     from qerl_trl.checkpoint.records import RESULTS_NAME
     from qerl_trl.support import secrets
@@ -196,16 +196,16 @@ def _run(words: Sequence[str], config: Path, folder: Path, command: Sequence[str
 
 
 def _refuse_varied(further: list[str]) -> None:
-    """Options that each run gets from `arms` itself."""
+    """Refuse options set by `arms` itself."""
     if taken := [w for w in further if w.startswith("--") and w[2:].split("=")[0].replace("-", "_") in _VARIED]:
         raise ValueError(
-            f"{' '.join(taken)} cannot be one for all runs: qerl-trl arms gives each its own. Leave it out, or use --arms, "
-            "--seeds and --output_dir."
+            f"{' '.join(taken)} cannot be one for all runs: qerl-trl arms gives each its own. Leave it out, or use "
+            "--arms, --seeds and --output_dir."
         )
 
 
 def launch(command: Sequence[str], log: Path) -> int:
-    """Run `command` to its end, its output appended to `log`; returns its exit code."""
+    """Run `command` to its end, appending its output to `log`; returns its exit code."""
     with open(log, "a") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         _running.add(process)
@@ -220,13 +220,13 @@ _running: set[subprocess.Popen] = set()
 
 @contextmanager
 def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that each wait for a run. On an error, or Ctrl-C, none is started any more and the running are ended."""
+    """Thread pool with one run per thread. An error or Ctrl-C ends them and starts no more."""
     pool = ThreadPoolExecutor(jobs)
     try:
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(_running):  # none where all have ended
+        for process in list(_running):  # empty if all have ended
             process.terminate()
         pool.shutdown()
 

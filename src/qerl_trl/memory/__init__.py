@@ -1,1 +1,1 @@
-"""Will it fit? The one model of bytes: what a run does, what that takes of a GPU, and the plan that comes of it."""
+"""Memory planning: a run's workload, its bytes on a GPU, and the plan made from both."""

@@ -1,11 +1,9 @@
-"""Bytes of everything that a run puts on its GPU, as functions of the model's shape and the workload.
+"""Bytes of a run on its GPU, as functions of the model's shape and the workload.
 
-The model class is built on the meta device, so that every count (which layers are quantized, how wide they are) is the model's own and
-not a guess from its name. Formulas are in the functions' docstrings; M tokens are in one backward pass (`Workload.tokens`), of which C are
-completions, h is the hidden width, f the MLP's, V the vocabulary, q and kv the attention's, and a bf16 number has 2 bytes. T is the longest
-prompt plus the longest completion.
-
-`benchmarks/memory.py` measures the sums on a GPU and compares.
+The model class is built on the meta device, so all counts (quantized layers, widths) come from the model itself. M:
+tokens of one backward pass (`Workload.tokens`), C: completion tokens among them, h: hidden width, f: the MLP's, V:
+vocabulary, q, kv: the attention's widths, T: longest prompt plus longest completion. A bf16 number has 2 bytes.
+`benchmarks/memory.py` compares the sums with measurements on a GPU.
 """
 
 import copy
@@ -24,52 +22,53 @@ from transformers import (
     PretrainedConfig,
 )
 
+from ..nvfp4.architectures import delta_net_layers
 from ..nvfp4.checkpoints import Selection, divided, expert_tensors
 from ..support.files import named_in_errors
 from ..update import packing
 from .delta_nets import DeltaNets
 from .workload import MAX_BATCHED_TOKENS, Workload
 
-# What no formula gives; measured on an H200 (benchmarks/results/memory_h200.json)
-#: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured), and 0.5 GiB that no
-#: measured run may exceed the plan by: the largest model's allocator keeps more in pieces than its share below says
+# Measured on an H200 (benchmarks/results/memory_h200.json)
+#: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured),
+#: and a margin of 0.5 GiB: the largest model's allocator fragments more than `ALLOCATOR_SLACK`
 CONTEXT_BYTES = 1_530_000_000
-#: what NCCL adds to it in each of several processes (multi_gpu_h200x2.json: `ours-dp` against one process)
+#: NCCL, in each of several processes (multi_gpu_h200x2.json: `ours-dp` against one process)
 NCCL_BYTES = 770_000_000
-#: what DeepSpeed adds to that, outside torch's count (the same file: `ours-zero2` against `ours-dp`)
+#: DeepSpeed, outside torch's count (the same file: `ours-zero2` against `ours-dp`)
 DEEPSPEED_BYTES = 2_770_000_000
-#: vLLM beside weights, adapter, KV cache and graphs: input and sampling buffers, attention workspaces
+#: vLLM without weights, adapter, KV cache and graphs: input and sampling buffers, attention workspaces
 ENGINE_BYTES = 900_000_000
 #: one captured CUDA graph, per decoder layer
 GRAPH_BYTES = 400_000
-#: what torch's allocator reserves beyond what is allocated, as a share of the memory that comes and goes; where rows have another length each
-#: time, only because a longest one begins with an empty cache (update/batches.py): measured without that, it was 0.5 of all that was allocated
+#: torch's reserved but unallocated memory, as a share of transient memory; 0.5 of all allocated memory for rows of
+#: varying length, if the longest one did not start with an empty cache (update/batches.py)
 ALLOCATOR_SLACK = 0.08
-#: what it reserves further where layers keep their activations, as a share of those (benchmarks/results/step_h200.json)
+#: additional share of the activations of layers without recomputation (benchmarks/results/step_h200.json)
 KEPT_SLACK = 0.06
 #: float32 copies of the logits that vLLM's sampler makes (logits, log-probabilities, random numbers)
 SAMPLER_COPIES = 3
 
-# The same on a CPU, as resident memory, without the pages of a checkpoint's file that the system can drop (docs/source/memory.md)
-#: Python, torch, transformers, TRL and their libraries in a process that trains
+# On a CPU: resident memory, without the droppable pages of a checkpoint's file (docs/source/memory.md)
+#: Python, torch, transformers, TRL and their libraries in a training process
 CPU_PROCESS_BYTES = 760_000_000
-#: what glibc keeps beyond what is allocated, as a share of the memory that comes and goes
+#: glibc's unallocated memory, as a share of transient memory
 CPU_SLACK = 0.5
 #: float32 copies of a tile that TRL's head makes in plain torch (`_backward_tile`)
 CPU_TILE_COPIES = 8
-#: what vLLM's CPU engine adds, beside its KV cache
+#: vLLM's CPU engine without its KV cache
 CPU_ENGINE_BYTES = 600_000_000
 
-# What upstream code does
+# Constants of upstream code
 #: tokens and vocabulary entries of one tile of TRL's output head (trl.kernels.chunked_logprob, TRL 1.16)
 HEAD_TILE = (4096, 32768)
 #: tokens of a block of vLLM's KV cache
 KV_BLOCK, CPU_KV_BLOCK = 16, 128
-#: float32 numbers that an optimizer keeps per trained parameter, by the family in its name (transformers' `OptimizerNames`)
+#: an optimizer's float32 numbers per trained parameter, by the family in its name (transformers' `OptimizerNames`)
 _OPTIMIZER_MOMENTS = {
     "ademamix": 3, "lomo": 0, "sgd": 0, "adafactor": 0.03, "adagrad": 1, "rmsprop": 1, "lion": 1, "adam": 2,
 }  # fmt: skip
-#: bytes of one such number, by what the name says of it: 8-bit ones have a float32 scale per block of 256
+#: bytes per number of the optimizer's state, by name: 8-bit ones have a float32 scale per block of 256
 _OPTIMIZER_WIDTHS = {"4bit": 0.53, "8bit": 1.02, "adamw_bnb": 1.02}
 #: bytes per weight of a linear layer, by base format; nf4 with double quantization
 _WEIGHT_BYTES = {"nvfp4": 0.5625, "nf4": 0.516}
@@ -77,9 +76,9 @@ _WEIGHT_BYTES = {"nvfp4": 0.5625, "nf4": 0.516}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The numbers of a model that memory depends on. `linears`: (N, K) of each layer that is quantized and adapted; `norms`: of the hidden
-    width, per decoder layer; `head_norms`: whether queries and keys have norms of their own; `packs`: whether its sequences can be computed
-    as one row (`update/packing.py`); `delta_nets`: layers without keys and values; `experts`: whether it has weights that stay dense, of a mixture of experts."""
+    """Sizes of a model. `linears`: (N, K) of each quantized and adapted layer; `norms`: of the hidden width, per
+    decoder layer; `head_norms`: queries and keys have norms of their own; `packs`: sequences can form one row
+    (`update/packing.py`); `delta_nets`: layers without keys and values; `experts`: has experts with dense weights."""
 
     hidden: int
     mlp: int
@@ -110,11 +109,11 @@ class Shape:
 
     @property
     def attending(self) -> int:
-        """Layers that keep keys and values."""
+        """Number of layers with keys and values."""
         return self.layers - (self.delta_nets.layers if self.delta_nets else 0)
 
 
-#: names of the width of an MLP; without one it is 4 times the hidden one
+#: names of the width of an MLP; the fallback is 4 times the hidden width
 _MLP = ("intermediate_size", "ffn_dim", "n_inner")
 
 
@@ -132,9 +131,8 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
     auto = AutoModelForImageTextToText if pictures else AutoModelForCausalLM  # as TRL loads it, tower included
     with torch.device("meta"):
         built = auto.from_config(config)
-    # of any model: with base_format="full" it need not be one that can be quantized
+    # any model: base_format="full" takes unsupported ones too
     linears, _ = divided(built, Selection())
-    quantized = {f"{name}.weight" for name in linears}
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     norms = [p.numel() for name, p in built.named_parameters() if p.ndim == 1 and name.endswith("norm.weight")]
     return Shape(
@@ -147,11 +145,11 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         head_dim=head_dim,
         norms=max(2, norms.count(text.hidden_size) // text.num_hidden_layers),
         packs=packing.why_not(built) is None,
-        delta_nets=DeltaNets.of(config),
+        delta_nets=DeltaNets.of(config) if delta_net_layers(config) else None,
         experts=bool(expert_tensors(built)),
         head_norms=head_dim != text.hidden_size and head_dim in norms,
         linears=tuple((layer.out_features, layer.in_features) for layer in linears.values()),
-        dense_parameters=sum(p.numel() for name, p in built.named_parameters() if name not in quantized),
+        dense_parameters=built.num_parameters() - sum(layer.weight.numel() for layer in linears.values()),
     )
 
 
@@ -167,20 +165,19 @@ class ModelBytes:
 def model_bytes(model: nn.Module) -> ModelBytes:
     """Count a model that is in memory; storage shared by tensors counts once."""
     storages: dict[tuple[int, str], tuple[int, bool]] = {}
+    sizes, trained_parameters = {False: 0, True: 0}, 0
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
         storages[(storage.data_ptr(), str(parameter.device))] = (storage.nbytes(), parameter.requires_grad)
-    return ModelBytes(
-        base=sum(size for size, requires_grad in storages.values() if not requires_grad),
-        trained=sum(size for size, requires_grad in storages.values() if requires_grad),
-        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-    )
+        trained_parameters += parameter.numel() * parameter.requires_grad
+    for size, trained in storages.values():
+        sizes[trained] += size
+    return ModelBytes(sizes[False], sizes[True], trained_parameters)
 
 
 def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes:
-    """What one process holds of a model that FSDP 2 shares out: its part, and whole what is gathered at a time: embeddings, head, and three
-    layers (the one that computes, the next, and the one before, which another stream may not have given back), whose packed bytes torch before
-    2.13 gathers as bf16."""
+    """One process's share of a model under FSDP 2, plus gathered parameters (as bf16 before torch 2.13): embeddings,
+    head and three layers (current, next, and previous, perhaps not yet freed by another stream)."""
     dense = work.dtype_bytes * shape.dense_parameters
     bytes_each = 2 if work.base_format == "nvfp4" else 1
     gathered = dense + 3 * bytes_each * max(0, model.base - dense) // shape.layers
@@ -191,11 +188,8 @@ def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes
     )
 
 
-# --- what stays ---------------------------------------------------------------------------------------------------------------------
-
-
 def base_bytes(shape: Shape, base_format: str = "nvfp4", dtype_bytes: int = 2) -> int:
-    """Weights: 4.5 bits per quantized weight (+ 4 bytes per layer), `dtype_bytes` for everything else (embeddings, head, norms)."""
+    """Weights: 4.5 bits per quantized weight (+ 4 bytes per layer), `dtype_bytes` for embeddings, head and norms."""
     quantized = sum(n * k for n, k in shape.linears)
     if base_format in ("bf16", "full"):
         return dtype_bytes * shape.parameters
@@ -209,7 +203,7 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 
 
 def predicted_bytes(shape: Shape, work: Workload) -> ModelBytes:
-    """What `model_bytes` will count: a frozen base and a float32 adapter, or with base_format="full" nothing frozen."""
+    """Predict `model_bytes`: a frozen base and a float32 adapter, or with base_format="full" no frozen part."""
     if work.base_format == "full":
         return ModelBytes(0, work.dtype_bytes * shape.parameters, shape.parameters)
     adapter = adapter_parameters(shape, work.lora_rank)
@@ -217,8 +211,7 @@ def predicted_bytes(shape: Shape, work: Workload) -> ModelBytes:
 
 
 def optimizer_bytes(optimizer: str, model: ModelBytes) -> int:
-    """The optimizer's state. torch's own keep it in the parameter's dtype, bitsandbytes' and torchao's in 8 or 4 bits; an optimizer
-    that is not known here is counted as AdamW."""
+    """The optimizer's state: torch: the parameter's dtype, bitsandbytes, torchao: 8 or 4 bits; else AdamW."""
     moments = next((count for family, count in _OPTIMIZER_MOMENTS.items() if family in optimizer), 2)
     own = model.trained / max(1, model.trained_parameters)
     narrow = (size for name, size in _OPTIMIZER_WIDTHS.items() if name in optimizer and "32bit" not in optimizer)
@@ -227,15 +220,15 @@ def optimizer_bytes(optimizer: str, model: ModelBytes) -> int:
 
 
 def engine_copy_bytes(shape: Shape, work: Workload) -> int:
-    """A colocated engine's own weights, split over tensor-parallel ranks; none where it reads the trainer's."""
+    """A colocated engine's own weights, split over tensor-parallel ranks; 0 if it reads the trainer's."""
     if work.shares_weights:
         return 0
     return base_bytes(shape, "bf16" if work.base_format == "full" else work.base_format) // work.tensor_parallel
 
 
 def aligned_scale_bytes(shape: Shape, tensor_parallel: int = 1) -> int:
-    """The block scales that each rank of an engine holds a second time, in rows that Hopper's kernels can read: where its K is no multiple of 256.
-    Of a layer whose rows or columns are cut among ranks the plan does not know which, and counts what is more."""
+    """Second copy of block scales on each rank of an engine, in aligned rows for Hopper's kernels: layers with K not a
+    multiple of 256. Ranks may split rows or columns; the larger of the two counts."""
     import qerl_nvfp4
 
     def held(n: int, k: int) -> int:
@@ -250,8 +243,8 @@ def aligned_scale_bytes(shape: Shape, tensor_parallel: int = 1) -> int:
 
 
 def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
-    """A colocated engine beside weights and KV cache: the adapter in bf16 (its rank padded to 16), copies of block scales, CUDA graphs for
-    1, 2, 4, every multiple of 8 up to 256 and of 16 up to 512 sequences (at most twice `max_num_seqs`), and `ENGINE_BYTES`."""
+    """A colocated engine without weights and KV cache: the adapter in bf16 (rank padded to 16), copies of block scales,
+    `ENGINE_BYTES`, CUDA graphs for 1, 2, 4, multiples of 8 to 256, of 16 to 512 sequences (to 2 `max_num_seqs`)."""
     adapter = 0
     if work.base_format != "full":
         adapter = 2 * adapter_parameters(shape, -(-work.lora_rank // 16) * 16) // work.tensor_parallel
@@ -262,23 +255,20 @@ def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
     return adapter + sizes * shape.layers * GRAPH_BYTES + (CPU_ENGINE_BYTES if work.cpu else ENGINE_BYTES)
 
 
-# --- an update ----------------------------------------------------------------------------------------------------------------------
-
-
 def layer_activation_bytes(shape: Shape, work: Workload) -> int:
-    """What one decoder layer keeps for its backward pass, under bf16 autocast with LoRA, M tokens:
+    """Activations of one decoder layer kept for its backward pass, under bf16 autocast with LoRA, M tokens:
 
-        norms       2 h each        (their inputs; 4 h without compilation, which keeps float32)
-        inputs      4 h             (of q|k|v and gate|up, once per group; without compilation one of them is kept as the norm's)
-        attention   4 q + 4 kv      (q, k, v and its output, which o reads; 8 q with a mask: PyTorch's attention then wants k and v for
-                                    every head. In a packed row k and v of a shared prompt stand once per completion)
-        MLP         6 f             (gate, up, activated gate, which down reads; 2 f more without compilation)
-        LoRA        2 r             per linear layer (x A^T); compiled also A and B in bf16, once
-        mask        2 T             (as bf16; of the softmax in "eager" attention 8 T per head)
+        norms       2 h each      (their inputs; 4 h without compilation, in float32)
+        inputs      4 h           (of q|k|v and gate|up, once per group; without compilation one is kept by the norm)
+        attention   4 q + 4 kv    (q, k, v and the output, read by o; 8 q with a mask: PyTorch's attention then expands
+                                  k and v to all heads. A packed row has k and v of a prompt once per completion)
+        MLP         6 f           (gate, up, activated gate, read by down; 2 f more without compilation)
+        LoRA        2 r           per linear layer (x A^T); compiled also A and B in bf16, once
+        mask        2 T           (as bf16; of the softmax in "eager" attention 8 T per head)
 
-    The base's linear layers keep nothing: their backward needs only the weight. LoRA layers that are not fused keep inputs of their own: 2 h
-    where they are compiled, else a bf16 copy each, 2 K. Layers of another kind than these (a model that cannot be packed) are counted as not
-    compiled. Of a model with gated delta nets it is the larger of their layer and one with attention.
+    The base's linear layers keep nothing: their backward needs only the weight. Unfused LoRA layers keep their own
+    inputs: 2 h if compiled, else a bf16 copy each, 2 K. Models without packing count as not compiled. With gated delta
+    nets, it is the larger of their layer and an attention layer.
     """
     compiled = work.compiled and shape.packs
     per_layer = shape.linears[: len(shape.linears) // shape.layers]
@@ -307,21 +297,21 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
 
 
 def mask_bytes(work: Workload) -> int:
-    """The boolean mask (T x T per sequence) that all layers share, and its second bf16 copy where T is not a multiple of 8."""
+    """The boolean mask (T x T per sequence) shared by all layers, and its bf16 copy if T is not a multiple of 8."""
     if not work.padded or work.packed or work.attention not in ("sdpa", "eager"):
         return 0
     return work.batch * work.length**2 * (1 if work.length % 8 == 0 else 3)
 
 
 def checkpoint_bytes(shape: Shape, work: Workload) -> int:
-    """What gradient checkpointing keeps, around layers or inside of compiled ones: the input of each layer, 2 h per token."""
+    """Checkpoints of gradient checkpointing, around layers or inside compiled ones: a layer's input, 2 h per token."""
     return shape.layers * work.tokens * work.dtype_bytes * shape.hidden
 
 
 def head_bytes(shape: Shape, work: Workload) -> int:
-    """The output head of an update. TRL never builds the logits: it projects tiles of `HEAD_TILE` tokens x vocabulary (2 bytes each),
-    and for the C completion tokens it keeps the hidden state (2 h), its gradient summed in float32 (4 h) and rounded (2 h); the
-    gradient is then scattered back to all M tokens (2 x 2 h)."""
+    """The output head of an update. TRL never builds the logits: it projects tiles of `HEAD_TILE` tokens x vocabulary
+    (2 bytes each). For the C completion tokens it keeps the hidden state (2 h), its gradient summed in float32 (4 h)
+    and rounded (2 h); the gradient is then scattered to all M tokens (2 x 2 h)."""
     tokens, columns = HEAD_TILE
     completion = work.batch * work.completion_length
     tile = 2 * min(tokens, completion) * min(columns, shape.vocabulary)
@@ -331,9 +321,9 @@ def head_bytes(shape: Shape, work: Workload) -> int:
 
 
 def layer_backward_bytes(shape: Shape, work: Workload) -> int:
-    """What comes on top of a layer's activations while it is walked backwards. At the MLP: gradients of gate and up (2 f each; that of
-    their product takes the place of the product), of the layer's input and output (2 h each). LoRA layers that are not fused add up the
-    base's share and their own: 4 f more. Or, when gate and up are gone: their decoded weight (with fused layers both) and the gradients."""
+    """Peak of a layer's backward pass on top of its activations. At the MLP: gradients of gate and up (2 f each; their
+    product's replaces the product), of the layer's input and output (2 h each). Unfused LoRA layers sum the base's
+    share and their own: 4 f more. After gate and up: their decoded weight (both if fused) and the gradients."""
     summed = 0 if work.fused or work.base_format == "full" else 4 * shape.mlp
     gradients = work.tokens * (4 * shape.mlp + 4 * shape.hidden + summed) * work.dtype_bytes // 2
     if not work.fused:
@@ -342,9 +332,9 @@ def layer_backward_bytes(shape: Shape, work: Workload) -> int:
 
 
 def inside_bytes(shape: Shape, work: Workload) -> int:
-    """What a compiled layer that recomputes inside holds beside its activations and what comes on top of them, since all is one function:
-    the product of gate and up beside its gradient (2 f), and the residual in float32 (4 h). On a dense base gate and up are sums that the
-    compiler leaves to what reads them: the base's share and LoRA's, 4 f (where LoRA is not fused they are counted already)."""
+    """Extra bytes of a compiled layer with recomputation inside, a single function: the product of gate and up next to
+    its gradient (2 f), and the residual in float32 (4 h). On a dense base the compiler keeps both terms of gate and up,
+    the base's and LoRA's: 4 f (unfused LoRA counts them already)."""
     if not (work.compiled and shape.packs):
         return 0
     summed = 4 * shape.mlp if work.base_format == "bf16" and work.fused else 0
@@ -352,7 +342,7 @@ def inside_bytes(shape: Shape, work: Workload) -> int:
 
 
 def scratch_bytes(shape: Shape, work: Workload) -> int:
-    """The largest weight, dequantized to bf16 for a matrix product with many tokens; of fused layers a group's, gate and up."""
+    """The largest weight, dequantized to bf16 for a product with many tokens; if fused, a group's: gate and up."""
     if work.base_format in ("bf16", "full"):
         return 0
     largest = max(n * k for n, k in shape.linears)
@@ -360,9 +350,9 @@ def scratch_bytes(shape: Shape, work: Workload) -> int:
 
 
 def scoring_bytes(shape: Shape, work: Workload) -> int:
-    """The forward pass without gradients for the old log-probabilities, in batches of an update's size, in which no prompt is shared:
-    residual and norm (8 h), the MLP (gate, up, their product and LoRA's sum, 8 f), the completions' hidden states (2 h) and the head's tile.
-    Compiled layers make what an update keeps, and drop it."""
+    """The forward pass without gradients for the old log-probabilities, in batches of an update's size, without shared
+    prompts: residual and norm (8 h), the MLP (gate, up, their product and LoRA's sum, 8 f), the completions' hidden
+    states (2 h) and the head's tile. Compiled layers allocate an update's activations, and drop them."""
     alone = dataclasses.replace(work, generations=1)
     tile = 2 * min(HEAD_TILE[0], work.batch * work.completion_length) * min(HEAD_TILE[1], shape.vocabulary)
     token = (10 * shape.hidden + 8 * shape.mlp) * work.dtype_bytes // 2
@@ -373,16 +363,16 @@ def scoring_bytes(shape: Shape, work: Workload) -> int:
 
 
 def kept_bytes(shape: Shape, work: Workload) -> int:
-    """Activations of the layers that recompute none."""
+    """Activations of the layers without recomputation."""
     keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
     return keeping * layer_activation_bytes(shape, work)
 
 
 def update_bytes(shape: Shape, work: Workload) -> int:
-    """What comes and goes in an update: its peak is at the head's backward (all checkpoints, and the layers that keep their activations),
-    inside a layer's, or (never with these shapes) in the forward pass for the old log-probabilities. The layers that keep theirs are the
-    last: they have given them back when the first one recomputes. Every weight trained in float32 is cast to bf16 too. All layers share the
-    rotary tables and what tells sequences apart."""
+    """Transient memory of an update. Its peak is at the head's backward (all checkpoints and kept activations), inside
+    a layer's, or (never with these shapes) in the forward pass for the old log-probabilities. Only the last layers keep
+    activations: freed before the first one recomputes. Weights trained in float32 are cast to bf16 too. All layers
+    share the rotary tables and the sequence boundaries."""
     layer = layer_activation_bytes(shape, work)
     keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
     checkpoints = checkpoint_bytes(shape, work) * (shape.layers - keeping) // shape.layers
@@ -394,17 +384,14 @@ def update_bytes(shape: Shape, work: Workload) -> int:
     return casts + max(shared + max(kept + head_bytes(shape, work), inside), scoring_bytes(shape, work))
 
 
-# --- a rollout ----------------------------------------------------------------------------------------------------------------------
-
-
 def kv_bytes(shape: Shape, sequences: int, length: int) -> int:
-    """Key and value, 2 bytes each, for every layer that attends: 4 kv per token, for L tokens; and the states of those that do not."""
+    """Key and value, 2 bytes each, per attention layer: 4 kv per token, for L tokens; plus the states of delta nets."""
     states = shape.delta_nets.cached_bytes() if shape.delta_nets else 0
     return sequences * (4 * shape.kv_width * shape.attending * length + states)
 
 
 def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
-    """vLLM's KV cache for so many sequences of full length on one tensor-parallel rank, in whole blocks, and the one block it keeps back."""
+    """vLLM's KV cache for `sequences` of full length on one tensor-parallel rank, in blocks, plus its reserved one."""
     width = max(1, shape.kv_heads // work.tensor_parallel) * shape.head_dim
     if shape.delta_nets is not None:
         sizes = width, shape.attending, work.length, work.tensor_parallel, work.kv_dtype_bytes
@@ -416,9 +403,9 @@ def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
 
 
 def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:
-    """transformers' generate. At the prompts' pass: their KV cache, the activated gate and up (2 f each), LoRA's float32 output with its
-    sum (4 f each), residual, norm output and its float32 copy (8 h). At the last token: the whole KV cache (one layer's twice, while it
-    grows by concatenation) and two float32 logits per sequence."""
+    """transformers' generate. At the prompts' pass: their KV cache, the activated gate and up (2 f each), LoRA's
+    float32 output with its sum (4 f each), residual, norm output and its float32 copy (8 h). At the last token: the
+    whole KV cache (one layer's twice, as it grows by concatenation) and two float32 logits per sequence."""
     prompts = kv_bytes(shape, work.completions, work.prompt_length)
     prompts += work.completions * work.prompt_length * (12 * shape.mlp + 8 * shape.hidden)
     cache = kv_bytes(shape, work.completions, work.length)
@@ -427,9 +414,9 @@ def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:
 
 
 def engine_rollout_bytes(shape: Shape, work: Workload) -> int:
-    """What comes and goes in vLLM beside its KV cache: one step with prompts (gate and up, their product, 6 f per token; residual and norms,
-    8 h; in steps of more than `MAX_BATCHED_TOKENS` 24 h for each more, which is a quarter above what 1.5B and 3B take), gate and up dequantized
-    together, and the sampler's float32 logits."""
+    """Transient memory of vLLM: one step with prompts (gate, up and their product, 6 f per token; residual and norms, 8
+    h; in steps over `MAX_BATCHED_TOKENS` 24 h per further token, a quarter above measurements of 1.5B and 3B), gate and
+    up dequantized together, and the sampler's float32 logits."""
     tokens = min(work.step_tokens, work.completions * work.prompt_length)
     prompts = tokens * (6 * shape.mlp // work.tensor_parallel + 8 * shape.hidden)
     prompts += max(0, tokens - MAX_BATCHED_TOKENS) * 16 * shape.hidden

@@ -1,18 +1,17 @@
-"""The memory of a trainer: its plan, how many layers recompute, and the message where memory runs out.
+"""The memory of a trainer: its plan, the number of recomputed layers, and the out-of-memory message.
 
-Gradient checkpointing keeps the input of each layer and computes the layer once more in the backward pass. Where `gradient_checkpointing`
-is left out, the plan (`plan.py`) says how many layers need not: the last ones, since what they keep is given back before the first
-ones recompute. transformers' own switch per layer (`GradientCheckpointingLayer`) takes them out, and the others too where they are compiled:
-those recompute within the compiled layer (`CompiledLayers.recompute`), where it costs less.
+Gradient checkpointing keeps each layer's input and recomputes the layer in the backward pass. If
+`gradient_checkpointing` is left out, the plan (`plan.py`) exempts as many of the last layers as fit: their activations
+are freed before the first layers recompute. transformers' switch per layer (`GradientCheckpointingLayer`) exempts them,
+and all compiled layers: those recompute inside (`CompiledLayers.recompute`), at lower cost.
 """
 
 import dataclasses
 import logging
 import re
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import is_peft_model
@@ -28,22 +27,23 @@ from .workload import dtype_bytes_of, run_lengths, workload_of
 
 logger = logging.getLogger(__name__)
 
-#: of PyTorch, CUDA, cuBLAS, and of vLLM when it starts
+#: messages of PyTorch, CUDA, cuBLAS, and of vLLM at its start
 _SHORT = re.compile(
-    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|No available memory for the cache|Free memory on device|larger than the available KV cache"
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|No available memory for the cache|Free memory on device"
+    r"|larger than the available KV cache"
 )
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])iB")
 _UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
 
 
 def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
-    """The plan of a trainer's process, made at its first call and kept as `trainer.memory_plan`.
+    """Plan a trainer's process at the first call, and keep the plan as `trainer.memory_plan`.
 
     Args:
-        gpu: in place of the trainer's own, as it is now; of a trainer on a CPU, the machine's memory.
+        gpu: in place of the trainer's current GPU; on a CPU, the machine's memory.
 
     Raises:
-        `ValueError`: prompts that cannot fit; see `run_lengths`.
+        `ValueError`: prompts cannot fit; see `run_lengths`.
         `RuntimeError`: a run on a CPU takes more than the machine's memory.
     """
     if trainer.memory_plan is not None:
@@ -64,7 +64,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         work = work.under_fsdp()
     if gpu is None and device.type == "cpu":
         gpu, work = Gpu.of_machine(), work.on_a_cpu()
-    # what is expected of updates, by the settings, the device and the model
+    # updates as expected by the settings, the device and the model
     work = dataclasses.replace(
         work,
         packed=args.padding_free is not False and packing.Packing(trainer).reason_against() is None,
@@ -91,20 +91,17 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
 
 
 def _to_come(models: Iterable[Any], device: torch.device) -> int:
-    """Bytes of reference and reward models that are not on the GPU yet: TRL puts them there after the engine was planned."""
+    """Bytes of reference and reward models not on the GPU yet: TRL moves them there after the engine was planned."""
     parameters = (p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters())
     return sum(p.nbytes for p in parameters if p.device.type != device.type)
 
 
-# --- how updates are computed -------------------------------------------------------------------------------------------------------
-
-
 def prepare_updates(trainer: Any) -> None:
-    """Make a built trainer's update fast, when model, adapter and noise are in place. Each part changes how the update is computed, never what;
-    where it cannot, it leaves TRL's own way and says so once.
+    """Speed up a built trainer's update, once model, adapter and noise are in place. The results stay the same; an
+    unsupported part falls back to TRL's own code and logs this once.
 
-    In this order: first what changes the forward of single modules; then packing, which tries the model as it will run and may leave its
-    attention as it is; then what comes of it is compiled; last, how many layers have to recompute, which depends on all of it.
+    The order matters: first the forward of single modules; then packing, after a trial of the model; then compilation
+    of the result; last the number of recomputed layers.
     """
     if trainer.args.fused_lora:
         lora_linear.fuse(trainer.accelerator.unwrap_model(trainer.model))
@@ -115,8 +112,8 @@ def prepare_updates(trainer: Any) -> None:
 
 
 class Recomputation:
-    """Lets as many layers of a trainer's model keep their activations as its plan says, at each update anew: where layers turn out not to compile,
-    or a row not to be packed, fewer fit. The others recompute, compiled ones inside."""
+    """Let the planned number of layers keep their activations, checked at each update: fewer fit if layers did not
+    compile or a row was not packed. The others recompute, compiled ones inside."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -159,7 +156,7 @@ class Recomputation:
         decoder_of(model).register_forward_pre_hook(take_out)
 
     def _follow(self) -> None:
-        """Plan again where updates are computed in another way than was planned: a model may have failed its trial, a layer may not have compiled.
+        """Plan again if updates differ from the plan: packing may have failed its trial, a layer may not have compiled.
         The engine keeps its KV cache and the tokens of its steps."""
         trainer, before = self._trainer, self._trainer.memory_plan
         packed, compiled = trainer._packing.on, trainer._compiled is not None and not trainer._compiled.failed
@@ -167,7 +164,8 @@ class Recomputation:
             return
         limit = before.kv_bytes if before.work.colocated and before.gpu is not None else before.work.kv_limit
         work = dataclasses.replace(
-            before.work, packed=packed, compiled=compiled, kept_layers=0, kv_limit=limit, batched_tokens=before.work.step_tokens,
+            before.work, packed=packed, compiled=compiled, kept_layers=0, kv_limit=limit,
+            batched_tokens=before.work.step_tokens,
         )  # fmt: skip
         model = trainer.accelerator.unwrap_model(trainer.model)
         made = plan_run(shape_of(model.config), work, before.gpu, model_bytes(model), before.max_model_len)
@@ -176,33 +174,27 @@ class Recomputation:
         logger.info("Planned again, as updates are computed in another way: %s. %s", made.summary(), made.verdict())
 
 
-# --- out of memory ------------------------------------------------------------------------------------------------------------------
-
-
 class OutOfMemory:
-    """Out of memory in a trainer's start or training, as a message that says where, which setting to change, and from what to resume."""
+    """Explain out of memory in a trainer's start or training: the phase, the setting to change, how to resume."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    @contextmanager
-    def explained(self, of_engine: type[Exception]) -> Iterator[None]:
-        """
+    def explain(self, error: Exception, of_engine: type[Exception]) -> NoReturn:
+        """Raise an error that was caught again, explained if memory ran out.
+
         Args:
             of_engine: the error of an engine that failed; where it ran out of memory, it keeps its kind and says more.
 
         Raises:
             `torch.OutOfMemoryError`: in place of another's.
         """
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            short = isinstance(error, torch.OutOfMemoryError) or _SHORT.search(str(error))
-            if short and not isinstance(error, of_engine):
-                raise torch.OutOfMemoryError(self._explanation(error)) from error
-            if short:
-                error.args = (f"{error} {self._change(error, 'rollout')}",)
-            raise
+        short = isinstance(error, torch.OutOfMemoryError) or _SHORT.search(str(error))
+        if short and not isinstance(error, of_engine):
+            raise torch.OutOfMemoryError(self._explanation(error)) from error
+        if short:
+            error.args = (f"{error} {self._change(error, 'rollout')}",)
+        raise error
 
     def _explanation(self, error: Exception) -> str:
         trainer = self._trainer
@@ -217,12 +209,15 @@ class OutOfMemory:
             resume = f"The last whole checkpoint is {trainer._saved}: resume from it (resume_from_checkpoint=True)."
         at = f"at step {trainer.state.global_step}: {reason}."
         if "_calculate_rewards" in inside:
-            return f"Out of memory in the rewards {at} Reward functions and reward models are not planned: run them on another GPU. {resume}"
+            return (
+                f"Out of memory in the rewards {at} Reward functions and reward models are not planned: run them on "
+                f"another GPU. {resume}"
+            )
         part, where = ("rollout", "a rollout") if "_generate" in inside else ("update", "an update")
         return f"Out of memory in {where} {at} {self._change(error, part)} {resume}"
 
     def _change(self, error: Exception, part: str) -> str:
-        """What to change, and by how much."""
+        """The setting to change, and by how much."""
         plan: MemoryPlan | None = self._trainer.memory_plan
         if plan is None:
             return "Use base_format='nvfp4', a smaller model or a larger GPU; `qerl-trl plan` says what fits."
@@ -230,16 +225,25 @@ class OutOfMemory:
         wanted = float(found[1]) * _UNITS[found[2]] if found else GIB
         missing = round(max(wanted, 0.02 * plan.gpu.total if plan.gpu else 0))
         if plan.work.utilization is not None:
-            return f"Leave vllm_gpu_memory_utilization={plan.work.utilization:g} out, so that the KV cache is planned from what is free."
+            return (
+                f"Leave vllm_gpu_memory_utilization={plan.work.utilization:g} out, so that the KV cache is planned "
+                "from what is free."
+            )
         if part == "rollout" and plan.kv_bytes - 2 * missing >= plan.kv_least > 0:
-            return f"Give the engine less: vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} (it had {plan.kv_bytes})."
+            return (
+                f"Give the engine less: vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} "
+                f"(it had {plan.kv_bytes})."
+            )
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         settings = relief(plan, shape_of(model.config), model_bytes(model), part, missing)
         planned = f"P{plan.summary()[1:]}."
         less = f"{missing / GIB:.1f} GiB" if missing >= GIB else f"{missing / 2**20:.1f} MiB"
         if not settings:
             engine = ", use_vllm=True" if (part, plan.work.rollout) == ("rollout", "transformers") else ""
-            return f"{planned} No setting was found that takes {less} less: a shorter max_completion_length{engine}, a smaller model or a larger GPU."
+            return (
+                f"{planned} No setting was found that takes {less} less: a shorter max_completion_length{engine}, a "
+                "smaller model or a larger GPU."
+            )
         text = f"{planned} It takes at least {less} less with {' and '.join(settings)}"
         if not all(identity.may_differ(setting.partition(":")[0]) for setting in settings):
             text += ", and with allow_other_settings: true to resume a checkpoint"

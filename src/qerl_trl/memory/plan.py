@@ -1,11 +1,11 @@
-"""Will it fit? The one model of bytes: `qerl-trl plan`, the KV cache of a colocated engine and the start banner all ask here.
+"""The memory plan of a run, for `qerl-trl plan`, the KV cache of a colocated engine and the start banner.
 
-    plan = plan_run(shape_of("Qwen/Qwen2.5-7B-Instruct"), Workload(batch=4, completion_length=4096, rollout="colocate"), Gpu.of_gib(24))
+    plan = plan_run(shape_of("Qwen/Qwen2.5-7B"), Workload(completion_length=4096, rollout="colocate"), Gpu.of_gib(24))
     plan.check(); print(plan.table()); plan.kv_bytes, plan.peak
 
-What is predicted is the most that a process takes of its GPU. Updates and rollouts take turns, so the peak is the larger of the two, each
-with what always stays. Only the KV cache can shrink: it gets what all sequences need at full length, or what is left. A run is refused only
-where less than two sequences would fit, and then with the settings that would make it fit, found by planning them.
+Updates and rollouts alternate, so a process's peak is the larger of the two plus the permanent memory. Only the KV
+cache can shrink: it gets the need of all sequences at full length, or the rest. A run is refused only if less than two
+sequences fit; the error lists settings under which it would fit.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ GIB = 2**30
 _KV_CACHE = "KV cache"
 #: completions shorter than this are not proposed
 _SHORTEST_COMPLETION = 256
-#: share of the GPU left free by kept activations and larger steps: for what nobody planned (reward models, neighbours, pieces)
+#: share of the GPU left free by kept activations and larger steps, for unplanned use (reward models, fragmentation)
 _LEFT_FREE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Memory of one GPU in bytes. `outside`: in use, or soon to be, outside of torch's allocator (CUDA, kernels, other processes).
-    `free`: now, for a process that has started."""
+    """Memory of one GPU in bytes. `outside`: used, now or soon, outside of torch's allocator (CUDA, kernels, other
+    processes). `free`: at present, for a running process."""
 
     total: int
     outside: int = formulas.CONTEXT_BYTES
@@ -43,13 +43,13 @@ class Gpu:
 
     @classmethod
     def of_machine(cls, gib: float | None = None) -> "Gpu":
-        """In place of a GPU, this machine's memory (or `gib`) for each of its processes that train on the CPU."""
+        """This machine's memory (or `gib`), divided among its processes training on the CPU."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if gib is None else round(gib * GIB)
         return cls(total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), formulas.CPU_PROCESS_BYTES)
 
     @classmethod
     def current(cls, device: torch.device) -> "Gpu":
-        """The GPU as it is now. What torch has cached but does not use counts as free; about half of `CONTEXT_BYTES` is yet to come."""
+        """The GPU's present state. torch's unused cache counts as free; half of `CONTEXT_BYTES` is yet to come."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device)
@@ -59,7 +59,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Bytes of one thing while the trainer updates and while it rolls out."""
+    """Bytes of one item during an update and during a rollout."""
 
     name: str
     update: int
@@ -68,11 +68,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What a run takes of its GPU, in bytes.
+    """A run's memory on its GPU, in bytes.
 
-    `kv_bytes` is what a colocated engine gets, `kv_wanted` what all its sequences need at full length, `kv_least` what it does not start
-    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the
-    engine; None for the model's own. `changes`: settings that make the run fit.
+    `kv_bytes`: KV cache of a colocated engine; `kv_wanted`: for all its sequences at full length; `kv_least`: minimum
+    to start. `sequences`: of full length at a time; `most_running`: of any length (None: all). `max_model_len`: of the
+    engine; None for the model's own. `changes`: settings under which the run fits.
     """
 
     work: Workload
@@ -100,12 +100,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the GPU, with a KV cache for two sequences of full length at least (or all, if fewer)."""
+        """Whether the peak is within the GPU, with a KV cache for two sequences of full length (or all, if fewer)."""
         return self.kv_bytes >= self.kv_least and (self.gpu is None or self.peak <= self.gpu.total)
 
     @property
     def waves(self) -> int:
-        """How often the engine fills up until all sequences are done, if every one has full length."""
+        """Number of times the engine fills up until all sequences are done, each at full length."""
         return -(-self.work.completions // max(1, self.sequences))
 
     def check(self) -> None:
@@ -118,19 +118,20 @@ class MemoryPlan:
         raise RuntimeError(f"{self.table()}\n{self.verdict()}")
 
     def engine_arguments(self) -> dict[str, Any]:
-        """What `vllm.LLM` is told of memory: exactly this KV cache. It only compares its share of the GPU with what is free when it starts;
-        a small one is not disturbed by a neighbour. And no more sequences than there are states for, beyond which vLLM refuses to capture
-        CUDA graphs ("Mamba cache blocks")."""
+        """Memory arguments of `vllm.LLM`: exactly this KV cache; a small share of the GPU, which vLLM only compares
+        with the free memory at its start, so neighbours do not disturb it; and at most as many sequences as states,
+        else vLLM does not capture CUDA graphs ("Mamba cache blocks")."""
         assert self.gpu is not None, "planned without a GPU"
         arguments: dict[str, Any] = {
-            "kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01, "max_num_batched_tokens": self.work.step_tokens,
+            "kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01,
+            "max_num_batched_tokens": self.work.step_tokens,
         }  # fmt: skip
         if self.most_running is not None and self.most_running < self.work.completions:
             arguments["max_num_seqs"] = max(1, self.most_running)
         return arguments
 
     def summary(self) -> str:
-        """One line: the peak, and what the engine got."""
+        """One line: the peak, and the engine's KV cache."""
         work, when = self.work, "an update" if self.update >= self.rollout else "a rollout"
         of = f" of {self.gpu.total / GIB:.1f}" if self.gpu else ""
         text = f"planned peak {self.peak / GIB:.1f}{of} GiB, in {when}"
@@ -140,7 +141,10 @@ class MemoryPlan:
         if not self.sequences:
             return f"{text}: not one sequence of {work.length} tokens at a time"
         waves = "1 wave" if self.waves == 1 else f"{self.waves} waves"
-        return f"{text}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run in {waves}"
+        return (
+            f"{text}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run "
+            f"in {waves}"
+        )
 
     def table(self) -> str:
         """The parts, in GiB, in an update and in a rollout."""
@@ -153,7 +157,7 @@ class MemoryPlan:
         return "\n".join([*lines, self.summary()])
 
     def verdict(self) -> str:
-        """Whether it fits, and what to change."""
+        """Whether it fits, and the settings to change."""
         if self.gpu is None:
             return "No GPU was named, so nothing limits this run."
         size = f"{self.gpu.total / GIB:.1f} GiB"
@@ -174,12 +178,12 @@ def plan_run(
     model: ModelBytes | None = None,
     max_model_len: int | None = None,
 ) -> MemoryPlan:
-    """Plan one process's GPU: add up the parts, give the KV cache what is left, and where that is too little try what would help.
+    """Plan one process's GPU: sum the parts, give the KV cache the rest, and if that is too little, try other settings.
 
     Args:
-        gpu: without it nothing is limited.
-        model: counted, where the model is in memory already; else predicted.
-        max_model_len: of the engine, where it is more than the workload's own length; vLLM wants a KV cache for one such sequence.
+        gpu: None for no limit.
+        model: counted bytes of a model in memory; else predicted.
+        max_model_len: of the engine, if above the workload's length; vLLM needs a KV cache for one such sequence.
     """
     if not shape.packs:
         work = dataclasses.replace(work, packed=False)
@@ -197,7 +201,7 @@ def plan_run(
 
 
 def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
-    """With as many layers that need no recomputation as fit beside a KV cache of the same size, with `_LEFT_FREE` of the GPU unused."""
+    """With as many layers keeping activations as fit next to the same KV cache and an unused `_LEFT_FREE`."""
     limit = _to_be_used(shape, plan, gpu, model)
     for kept in range(shape.layers, 0, -1):
         work = dataclasses.replace(plan.work, kept_layers=kept)
@@ -208,8 +212,7 @@ def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelB
 
 
 def _in_larger_steps(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
-    """With the largest steps of the engine that its prompts fill and that fit beside a KV cache of the same size, with `_LEFT_FREE` of the GPU
-    unused."""
+    """With the engine's largest steps filled by its prompts, next to the same KV cache and an unused `_LEFT_FREE`."""
     work = plan.work
     if not work.colocated or work.batched_tokens is not None or work.utilization is not None:
         return plan
@@ -223,9 +226,9 @@ def _in_larger_steps(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes
 
 
 def _to_be_used(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> float:
-    """Bytes of the GPU that a plan may take for what it could do without."""
+    """Bytes of the GPU available to optional use."""
     counted = model or formulas.predicted_bytes(shape, plan.work)
-    unplanned = 0  # what this process has in its memory already beside the model
+    unplanned = 0  # this process's memory without the model
     if gpu.free is not None:
         unplanned = max(0, gpu.total - gpu.outside - gpu.free - counted.base - counted.trained)
     return gpu.total * (1 - _LEFT_FREE) - unplanned
@@ -256,7 +259,7 @@ def _add_up(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | N
     one = formulas.engine_kv_bytes(shape, work, 1) - one_block
     sequences = min(work.completions, max(0, kv - one_block) // one)
     if what_is_left:
-        # less than a sequence's serves none, and would make it another number at every start, for which vLLM 0.25 compiles its graphs anew
+        # a remainder below one sequence is useless, and each new size makes vLLM 0.25 compile its graphs again
         kv = max(least, one_block + sequences * one)
     parts.append(Part(_KV_CACHE, 0 if work.sleep else kv, kv))
     running = None
@@ -266,7 +269,7 @@ def _add_up(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | N
 
 
 def _parts(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes) -> tuple[list[Part], int]:
-    """Everything but the KV cache, and what an engine takes beside it."""
+    """All parts but the KV cache, and the engine's bytes among them."""
     gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
     # a rollout in the middle of an update
     between = work.batch * work.accumulation > work.completions // work.tensor_parallel
@@ -288,7 +291,7 @@ def _parts(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes) -> 
         name += ", without flash-linear-attention"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
     context = formulas.CPU_PROCESS_BYTES if work.cpu else formulas.CONTEXT_BYTES
-    context += formulas.NCCL_BYTES if work.processes > 1 else 0  # which may be yet to come
+    context += formulas.NCCL_BYTES if work.processes > 1 else 0  # perhaps yet to come
     context += formulas.DEEPSPEED_BYTES if work.deepspeed else 0
     outside = max(gpu.outside, context) if gpu else context
     rollout = round(slack * transient)
@@ -307,7 +310,7 @@ def _parts(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes) -> 
 
 
 def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
-    """(settings, workload with them), the cheapest first: alone, then one after the other on top of each other."""
+    """(settings, workload with them), the cheapest first: each alone, then accumulated."""
     sleeping = [{"sleep": True}] if work.colocated and not work.sleep else []
     batches = [
         {"batch": batch, "accumulation": work.accumulation * (work.batch // batch)}
@@ -330,10 +333,8 @@ def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
 
 
 def relief(plan: MemoryPlan, shape: Shape, model: ModelBytes, part: str, missing: int) -> tuple[str, ...]:
-    """The cheapest settings that take at least `missing` bytes off `part` ("update" or "rollout") of a run that was planned to fit.
-
-    The KV cache is taken as it was: what a change leaves free is for what was missing.
-    """
+    """Cheapest settings to take at least `missing` bytes off `part` ("update" or "rollout") of a run planned to fit.
+    The KV cache keeps its size, so freed memory goes to the missing bytes."""
 
     def taken(made: MemoryPlan) -> int:
         cache = 0 if part == "update" and made.work.sleep else plan.kv_bytes
@@ -351,7 +352,8 @@ def _settings(change: dict[str, Any]) -> tuple[str, ...]:
     """A change of workload, as settings of a configuration."""
     names = {
         "sleep": "vllm_enable_sleep_mode: true",
-        "batch": f"per_device_train_batch_size: {change.get('batch')} (gradient_accumulation_steps: {change.get('accumulation')})",
+        "batch": f"per_device_train_batch_size: {change.get('batch')} "
+        f"(gradient_accumulation_steps: {change.get('accumulation')})",
         "gradient_checkpointing": "gradient_checkpointing: true",
         "optimizer": f"optim: {change.get('optimizer')}",
         "completion_length": f"max_completion_length: {change.get('completion_length')}",
@@ -359,39 +361,38 @@ def _settings(change: dict[str, Any]) -> tuple[str, ...]:
     return tuple(text for name, text in names.items() if name in change)
 
 
-# --- cards --------------------------------------------------------------------------------------------------------------------------
-
-#: GB by the name that a card is sold under; from Ampere on, which is what the kernels and bf16 need
+#: GB by a card's trade name; from Ampere on, required by the kernels and bf16
 CARDS = {
     "RTX 3060": 12, "RTX 4080": 16, "RTX 5080": 16, "RTX 3090": 24, "RTX 4090": 24, "A10": 24, "L4": 24, "RTX 5090": 32,
     "A100 40GB": 40, "A6000": 48, "L40S": 48, "A100": 80, "H100": 80, "RTX PRO 6000": 96, "H200": 141, "B200": 180,
 }  # fmt: skip
-#: the same of cards that no table in the documentation names
+#: cards without a row in the documentation's tables
 OTHERS = {
-    "RTX 4060": 8, "RTX 5060": 8, "RTX 4070": 12, "RTX 5070": 12, "RTX 4060 Ti": 8, "RTX 5070 Ti": 16, "A10G": 24, "A30": 24,
-    "A40": 48, "L40": 48, "RTX 6000 Ada": 48, "H100 NVL": 94, "GH200": 96, "B300": 288,
+    "RTX 4060": 8, "RTX 5060": 8, "RTX 4070": 12, "RTX 5070": 12, "RTX 4060 Ti": 8, "RTX 5070 Ti": 16, "A10G": 24,
+    "A30": 24, "A40": 48, "L40": 48, "RTX 6000 Ada": 48, "H100 NVL": 94, "GH200": 96, "B300": 288,
 }  # fmt: skip
 _SIZE = r"\b(\d+) ?gi?b\b"
 _NO_MATTER = r"\b(nvidia|geforce|tesla|generation|laptop|gpu|pcie|sxm\d?|hbm\d?e?)\b|\brtx(?=\W|\d)"
 
 
 def gpu_of_card(name: str) -> Gpu:
-    """The memory of a card, by its name in a shop, in a cloud or in nvidia-smi ("NVIDIA H100 80GB HBM3", "a10g", "4090").
+    """The memory of a card, by its name in shops, clouds or nvidia-smi ("NVIDIA H100 80GB HBM3", "a10g", "4090").
 
-    A GB is a billion bytes, which is also about what the driver leaves of a binary one.
+    A GB is 10^9 bytes, about a binary one minus the driver's share.
 
     Raises:
-        `ValueError`: it is not known.
+        `ValueError`: unknown card.
     """
     known = {_plain(card): size for card, size in (CARDS | OTHERS).items()}
     plain, said = _plain(name), re.search(_SIZE, name.lower())
     if plain in known:
         return Gpu((int(said[1]) if said else known[plain]) * 10**9)
     raise ValueError(
-        f"--card {name!r} is older than Ampere (compute capability 8.0, for bf16), or is none of {', '.join(CARDS | OTHERS)}. Give --gpu-gib instead."
+        f"--card {name!r} is older than Ampere (compute capability 8.0, for bf16), or is none of "
+        f"{', '.join(CARDS | OTHERS)}. Give --gpu-gib instead."
     )
 
 
 def _plain(name: str) -> str:
-    """Without the words that tell no card from another, and without its memory."""
+    """Without its memory and words common to all cards."""
     return "".join(re.findall(r"[a-z0-9]+", re.sub(rf"{_SIZE}|{_NO_MATTER}", " ", name.lower())))

@@ -1,4 +1,4 @@
-"""What one process of a run does, read from its configuration and its data: how long, how many, in which formats."""
+"""The workload of one process, read from the configuration and the data: lengths, counts and formats."""
 
 import dataclasses
 import json
@@ -14,32 +14,33 @@ from ..update import batches, row
 
 logger = logging.getLogger(__name__)
 
-#: tokens that one engine step may process, at least: TRL's own value
+#: least tokens per engine step: TRL's own value
 MAX_BATCHED_TOKENS = 4096
-#: and where a plan has room: a step decodes the whole base, and launches every kernel, whatever its tokens. The largest is vLLM's own on such GPUs
+#: the same if a plan has room: each step decodes the whole base. The largest is vLLM's default on such GPUs
 LARGER_STEPS = (16384, 8192)
-#: tokens of a prompt where the data do not tell (streamed data, pictures, environments, a rollout function)
+#: tokens of a prompt of unknown length (streamed data, pictures, environments, a rollout function)
 ASSUMED_PROMPT = 1024
-#: the least that an engine is started for; the probe at its start uses 20 tokens (rollout/probe.py)
+#: minimum length of an engine; the probe at its start uses 20 tokens (rollout/probe.py)
 SHORTEST_ENGINE = 64
-#: prompts that are tokenized at a time
+#: prompts tokenized at a time
 _TOKENIZED_AT_ONCE = 1000
-#: what `TrainingArguments.optim` calls bitsandbytes' AdamW
+#: names of bitsandbytes' AdamW in `TrainingArguments.optim`
 _ADAMW_OF_BITSANDBYTES = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one process does.
+    """The workload of one process.
 
-    `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
-    sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
-    so that attention gets a mask. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
-    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are. `delta_kernels`: gated delta nets
-    are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last
-    `kept_layers` do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: of one engine
-    step; None: `MAX_BATCHED_TOKENS`, or one of `LARGER_STEPS` if a plan has room. `kv_limit` (bytes) and `utilization` (of the GPU) replace
-    what would be planned for the KV cache. `sharded`: FSDP 2. `deepspeed`: ZeRO-2. `cpu`: there is no GPU, see `on_a_cpu`.
+    `batch`: sequences of one backward pass (`per_device_train_batch_size`). `accumulation`: backward passes per update.
+    `completions`: sequences generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`:
+    prompts of different lengths, so attention gets a mask. `packed`: the sequences of a backward pass form one row
+    without padding (`update/packing.py`), with each prompt shared by `generations` completions. `compiled`, `fused`: of
+    decoder layers, of LoRA layers. `delta_kernels`: gated delta nets use flash-linear-attention.
+    `gradient_checkpointing`: decoder layers recompute their activations; None: except the last `kept_layers`, as many
+    as fit. `dtype_bytes`: of unquantized numbers. `batched_tokens`: of one engine step; None: `MAX_BATCHED_TOKENS`, or
+    one of `LARGER_STEPS` if a plan has room. `kv_limit` (bytes) and `utilization` (of the GPU) replace the planned KV
+    cache. `sharded`: FSDP 2. `deepspeed`: ZeRO-2. `cpu`: no GPU, see `on_a_cpu`.
     """
 
     batch: int = 8
@@ -80,7 +81,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one backward pass: every sequence at full length, or a packed row (`update/row.py`) with each shared prompt once."""
+        """Tokens of one backward pass: all sequences at full length, or a packed row, with each shared prompt once."""
         if not self.packed:
             return self.batch * self.length
         prompts = -(-self.batch // max(1, self.generations))
@@ -88,7 +89,7 @@ class Workload:
 
     @property
     def keys(self) -> int:
-        """Tokens that its attention reads: of a packed row, each sequence's own prompt."""
+        """Tokens read by attention: in a packed row, each sequence's own prompt."""
         if not self.packed:
             return self.tokens
         return max(self.tokens, row.padded(self.batch * (self.length - 1)))
@@ -103,29 +104,29 @@ class Workload:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine reads the trainer's tensors. Weights that are all trained are streamed into a copy."""
+        """Whether the engine reads the trainer's tensors. Fully trained weights are streamed into a copy."""
         return self.share_weights and self.tensor_parallel == 1 and self.base_format != "full"
 
     def with_engines_of(self, gpus: int) -> "Workload":
-        """The same with tensor parallel engines, each of which serves all processes on its GPUs."""
+        """With tensor-parallel engines, each serving all processes on its GPUs."""
         completions = self.completions // self.tensor_parallel * gpus
         return dataclasses.replace(self, tensor_parallel=gpus, completions=completions)
 
     def under_fsdp(self) -> "Workload":
-        """The same with the trainer's weights shared out, and an engine's of its own. Processes gather the weights of each layer together, and each
-        plans for itself, so all layers recompute unless it is said how many."""
+        """With the trainer's weights sharded, and an engine's of its own. Processes gather each layer together but plan
+        alone, so by default all layers recompute."""
         recomputed, optimizer = self._said_or_all, optimizer_under_fsdp(self.optimizer)
         return dataclasses.replace(
             self, share_weights=False, sharded=True, gradient_checkpointing=recomputed, optimizer=optimizer
         )
 
     def under_zero2(self) -> "Workload":
-        """The same with the optimizer shared out by DeepSpeed, under which all layers recompute too unless it is said how many."""
+        """With the optimizer sharded by DeepSpeed; by default all layers recompute."""
         return dataclasses.replace(self, deepspeed=True, gradient_checkpointing=self._said_or_all)
 
     def on_a_cpu(self) -> "Workload":
-        """The same without a GPU, where all layers recompute too, and vLLM keeps keys and values in the model's own type."""
-        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it replaces what its arguments say
+        """Without a GPU: by default all layers recompute, and vLLM keeps keys and values in the model's dtype."""
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it overrides arguments
         limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self._said_or_all
         return dataclasses.replace(
             self, cpu=True, packed=False, compiled=False, graphs=False, gradient_checkpointing=recomputed,
@@ -139,8 +140,8 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and completion; `limit`: of the longest sequence that model and engine take, if known. `counted` is False
-    where the prompt's is `ASSUMED_PROMPT`."""
+    """Tokens of the longest prompt and completion; `limit`: longest sequence of model and engine, if known. `counted`
+    is False if the prompt's is `ASSUMED_PROMPT`."""
 
     prompt: int
     completion: int
@@ -149,7 +150,7 @@ class Lengths:
 
     @property
     def engine(self) -> int | None:
-        """`max_model_len` of an engine that these fit into. Where no prompt was counted, as long as can be."""
+        """`max_model_len` of an engine for these lengths; the limit if no prompt was counted."""
         if not self.counted:
             return self.limit
         length = max(SHORTEST_ENGINE, self.prompt + self.completion)
@@ -157,7 +158,7 @@ class Lengths:
 
 
 def on_a_gpu(base_format: str) -> dict[str, Any]:
-    """How updates are computed on a GPU where no setting and no model stands against it; LoRA layers on bitsandbytes' are not fused."""
+    """Default computation of updates on a GPU; LoRA layers on bitsandbytes' are not fused."""
     return {"packed": True, "compiled": True, "fused": base_format in ("nvfp4", "bf16")}
 
 
@@ -170,10 +171,10 @@ def workload_of(
     dtype_bytes: int = 2,
     attention: str = "sdpa",
 ) -> Workload:
-    """The workload that a `QeRLConfig` asks of each process; what only the model and the device can tell of its updates, as `on_a_gpu`.
+    """The workload of each process by a `QeRLConfig`; properties of the model and the device default to `on_a_gpu`.
 
     Args:
-        lora_rank, lora_dropout, dtype_bytes, attention: of the model, which the configuration does not name.
+        lora_rank, lora_dropout, dtype_bytes, attention: of the model, not named by the configuration.
     """
     fast = on_a_gpu(args.base_format)
     engine = args.vllm_engine_kwargs or {}
@@ -212,7 +213,7 @@ def workload_of(
 
 
 def _together(args: Any) -> int:
-    """Completions of one prompt that are sure to meet in one backward pass, where `update/batches.py` deals a whole rollout."""
+    """Completions of one prompt guaranteed to share a backward pass, if `update/batches.py` deals a whole rollout."""
     batch, count = args.per_device_train_batch_size, args.num_generations
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     dealt = steps == 1 or (accumulation % steps == 0 and batches.order_is_free(args))
@@ -224,12 +225,11 @@ def _together(args: Any) -> int:
 def workload_of_file(
     path: str | os.PathLike[str], prompt_length: int, processes: int = 1, instead: Mapping[str, Any] | None = None
 ) -> tuple[str | None, Workload]:
-    """(model, workload of one process) of a run's YAML file on so many `processes`; only the length of its prompts is not in there.
-
-    `instead`: values in place of the file's, as on the command line of a run.
+    """(model, workload of one process) of a run's YAML file on `processes`; the file does not have the prompts' length.
+    `instead`: overrides of the file's values, as on the command line of a run.
 
     Raises:
-        `ValueError`: its batch cannot be shared by as many.
+        `ValueError`: its batch cannot be divided among the processes.
     """
     from peft import LoraConfig
     from trl import ModelConfig, get_peft_config
@@ -245,7 +245,7 @@ def workload_of_file(
 
     def build(kind: Any, **changed: Any) -> Any:
         names = {field.name for field in dataclasses.fields(kind) if field.init}
-        parser = parser_of(kind)  # as when the file is run: "64" is a number where the field is one
+        parser = parser_of(kind)  # as in a run: "64" is a number in a numeric field
         parser.set_defaults(**{name: value for name, value in values.items() if name in names} | changed)
         return parser.parse_args_into_dataclasses(args=[])[0]
 
@@ -262,10 +262,10 @@ def workload_of_file(
 
 
 def run_lengths(trainer: Any) -> Lengths:
-    """The lengths of a trainer's run: its prompts are tokenized as a rollout would, training and evaluation data alike.
+    """The lengths of a trainer's run, with prompts tokenized as in a rollout, from training and evaluation data.
 
     Raises:
-        `ValueError`: prompts leave no token for a completion, or less than `max_completion_length` where no engine would cut it short.
+        `ValueError`: prompts leave no token for a completion, or without an engine less than `max_completion_length`.
     """
     args, completion = trainer.args, trainer.args.max_completion_length
     of_engine = args.vllm_max_model_length if args.use_vllm else None
@@ -286,13 +286,14 @@ def run_lengths(trainer: Any) -> Lengths:
         if count:
             raised = "" if who == "the model" else ", or raise vllm_max_model_length"
             raise ValueError(
-                f"{count} of {len(lengths)} prompts leave less than {needed} tokens for a completion: the longest has {longest} tokens with its chat "
-                f"template, and {who} takes {limit} in all. Filter them out of the dataset{raised}, or lower max_completion_length."
+                f"{count} of {len(lengths)} prompts leave less than {needed} tokens for a completion: the longest has "
+                f"{longest} tokens with its chat template, and {who} takes {limit} in all. Filter them out of the "
+                f"dataset{raised}, or lower max_completion_length."
             )
         if short:
             logger.warning(
-                "%d of %d prompts leave less than max_completion_length=%d tokens for a completion: the longest has %d tokens with its chat template, and "
-                "%s takes %d in all. Their completions are cut short.",
+                "%d of %d prompts leave less than max_completion_length=%d tokens for a completion: the longest has "
+                "%d tokens with its chat template, and %s takes %d in all. Their completions are cut short.",
                 *(short, len(lengths), completion, longest, who, limit),
             )  # fmt: skip
         completion = min(completion, limit - min(lengths))
@@ -301,12 +302,12 @@ def run_lengths(trainer: Any) -> Lengths:
 
 
 def _context(model: Any) -> int | None:
-    """Tokens that the model takes, prompt and completion together, where its configuration says."""
+    """Maximum tokens of prompt and completion, if the model's configuration has it."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-    """Refuse to train on more tokens than the model takes: of prompts that nobody could count at start ([`run_lengths`]).
+    """Refuse to train on sequences too long for the model, of prompts not countable at start ([`run_lengths`]).
 
     Raises:
         `ValueError`: names the longest.
@@ -316,21 +317,21 @@ def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Seq
     total, prompt = max(((len(p) + len(c), len(p)) for p, c in pairs), default=(0, 0))
     if limit is not None and total > limit:
         raise ValueError(
-            f"A prompt of {prompt} tokens with its completion of {total - prompt} is longer than the model takes, {limit} tokens "
-            "(max_position_embeddings). Leave such prompts out, or lower max_completion_length."
+            f"A prompt of {prompt} tokens with its completion of {total - prompt} is longer than the model takes, "
+            f"{limit} tokens (max_position_embeddings). Leave such prompts out, or lower max_completion_length."
         )
 
 
 def prompt_lengths(trainer: Any) -> Iterator[int]:
-    """Tokens of each prompt of the training and evaluation data; nothing where they cannot be told before the run.
+    """Tokens of each prompt of the training and evaluation data; empty if unknown before the run.
 
     Raises:
-        `ValueError`: a token that the model does not know. On a GPU an assertion of the device would end the process, naming nothing.
+        `ValueError`: a token above the vocabulary. On a GPU, an unspecific device assertion would end the process.
     """
     from datasets import Dataset
 
     # RLOO has none of the three
-    if any(vars(trainer).get(name) for name in ("rollout_func", "environments", "environment_factories")):
+    if any(map(vars(trainer).get, ("rollout_func", "environments", "environment_factories"))):
         return
     evaluation = trainer.eval_dataset
     datasets = [trainer.train_dataset, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation])]
@@ -346,23 +347,22 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
             for ids in trainer._tokenize_prompts(batch)[0]:
                 if max(ids, default=0) >= known:
                     raise ValueError(
-                        f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size). Pass the model's own tokenizer as "
-                        "processing_class, or a base whose embeddings were resized (resize_token_embeddings)."
+                        f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size). Pass the "
+                        "model's own tokenizer as processing_class, or a base whose embeddings were resized "
+                        "(resize_token_embeddings)."
                     )
                 yield len(ids)
 
 
 def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
-    """Bytes per number of what is not quantized. Without a dtype an adapter's base is loaded in bf16, a model that is trained in float32."""
+    """Bytes per unquantized number. Default dtypes: bf16 for an adapter's base, float32 for a trained model."""
     if dtype is None or dtype == "auto":
         return 4 if base_format == "full" and dtype is None else 2
     return 4 if "32" in str(dtype) else 2
 
 
 def optimizer_under_fsdp(name: str) -> str:
-    """What steps parameters that FSDP shares out, for an optimizer of `TrainingArguments.optim`.
-
-    bitsandbytes' kernels take whole tensors ("got mixed torch.Tensor and DTensor" at the first step). Its AdamW has an equal in torch: the
-    same numbers, not rounded to 8 bits, 8 bytes per trained parameter over all processes together.
-    """
+    """The optimizer for parameters sharded by FSDP, given `TrainingArguments.optim`. bitsandbytes' kernels need whole
+    tensors ("got mixed torch.Tensor and DTensor" at the first step). torch's AdamW replaces its AdamW: same numbers,
+    not rounded to 8 bits, 8 bytes per trained parameter over all processes."""
     return "adamw_torch_fused" if name in _ADAMW_OF_BITSANDBYTES else name

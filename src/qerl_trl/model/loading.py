@@ -1,10 +1,9 @@
-"""Loading sealed folders (as sealed, or refused), adapters that come ready, and FSDP 2 of packed bytes.
+"""Loading of sealed folders with verification, of ready-made adapters, and of packed bytes under FSDP 2.
 
-Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of
-everything small (configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for
-that and raises: at the end of [`from_pretrained`], or where training begins. A folder without a manifest is loaded as
-it is. A model from the Hub is compared with the manifest that was published with it once its files are here
-([`begin_loaded`]).
+For a folder with a manifest, [`begin`] compares file names, sizes and the content of all small files (configuration,
+tokenizer, index) at once and hashes the weights in a thread; [`finish`] waits for the thread and raises, at the end of
+[`from_pretrained`] or before training. Without a manifest nothing is compared. A Hub model is compared with its
+published manifest after the download ([`begin_loaded`]).
 """
 
 import functools
@@ -33,12 +32,12 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: files up to this size are hashed before anything is loaded
+#: files up to this size are hashed before loading starts
 _AT_ONCE_BYTES = 1 << 24
 
 
 class _Hashing(threading.Thread):
-    """Reads a sealed folder again, whole."""
+    """Hash a whole sealed folder in a thread."""
 
     def __init__(self, folder: Path, partial: bool = False) -> None:
         super().__init__(name=f"hashing {folder}", daemon=True)
@@ -54,12 +53,12 @@ class _Hashing(threading.Thread):
             logger.error("%s", _message(self.folder, self.problems))
 
 
-#: by folder and the state of its files
+#: key: folder and the state of its files
 _begun: dict[tuple, _Hashing] = {}
 
 
 def begin(model: str | os.PathLike) -> None:
-    """Compare the folder `model` with its manifest, its weights in the background. A Hub id is not compared."""
+    """Compare the folder `model` with its manifest, the weights in the background. A Hub id is skipped."""
     folder = Path(model)
     if folder.is_dir():
         weight_files(folder)
@@ -69,7 +68,7 @@ def begin(model: str | os.PathLike) -> None:
 
 
 def begin_loaded(model: nn.Module, **source: Any) -> None:
-    """As [`begin`], for a model that was just loaded. `source`: `revision` and `cache_dir` it was loaded with."""
+    """[`begin`] for a loaded model. `source`: its `revision` and `cache_dir`."""
     config = cast(PretrainedConfig, model.config)
     note_commit(config, **source)
     if not reads_for_its_machine() or (manifest := beside(config, seal.MANIFEST_NAME)) is None:
@@ -79,11 +78,11 @@ def begin_loaded(model: nn.Module, **source: Any) -> None:
 
 
 def _compare(folder: Path, partial: bool, closed: bool) -> None:
-    """Compare the small files of a sealed folder now, and begin to hash the rest, once.
+    """Compare the small files of a sealed folder now, and start hashing the rest, once.
 
     Args:
-        partial: some of its files may be missing.
-        closed: nothing that decides about a model may have been added.
+        partial: files may be missing.
+        closed: no file that affects the model may have been added.
     """
     if (key := _key(folder)) in _begun:
         return
@@ -102,7 +101,7 @@ def _key(folder: Path) -> tuple:
 
 
 def finish(model: nn.Module | None = None, **source: Any) -> None:
-    """Wait for the hashing that [`begin`] began, and check every value of `model`; `source` as in [`begin_loaded`]."""
+    """Wait for the hashing started by [`begin`]; check every value of `model`. `source`: see [`begin_loaded`]."""
     if model is not None:
         begin_loaded(model, **source)
     for key, hashing in list(_begun.items()):
@@ -123,7 +122,7 @@ def _message(folder: Path, wrong: list[str]) -> str:
 
 
 def _of_sealed(load: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`load`, whose first argument is a folder or a Hub id, with the check of the folder before it."""
+    """Wrap `load`, called with a folder or Hub id first, with the verification of the folder."""
 
     @functools.wraps(load)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -153,7 +152,7 @@ FULL = "FULL_STATE_DICT"
 
 
 class BytesWithoutGradient(TorchFunctionMode):
-    """Inside, asking a tensor of whole numbers for a gradient leaves it as it is, without one, instead of raising."""
+    """Context in which `requires_grad` on an integer tensor is ignored instead of raising."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.requires_grad_ and not (args[0].is_floating_point() or args[0].is_complex()):
@@ -163,7 +162,7 @@ class BytesWithoutGradient(TorchFunctionMode):
 
 @contextmanager
 def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
-    """Let every process read weights, also with `fsdp_cpu_ram_efficient_loading` (zeros on all but rank 0)."""
+    """Make every process read weights, even with `fsdp_cpu_ram_efficient_loading` (zeros on all ranks but 0)."""
     name, before = "FSDP_CPU_RAM_EFFICIENT_LOADING", os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
     if not wanted or before is None:
         yield
@@ -176,7 +175,7 @@ def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
 
 
 def save_whole_tensors(accelerator: Accelerator) -> None:
-    """Under FSDP, checkpoints whose adapter others can read, whatever accelerate's configuration says."""
+    """Under FSDP, save full tensors whatever accelerate's configuration: others can read the adapter."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or (now := plugin.state_dict_type.name) == FULL:
         return
@@ -187,12 +186,12 @@ def save_whole_tensors(accelerator: Accelerator) -> None:
         FULL,
         FULL,
     )
-    plugin.state_dict_config = plugin.optim_state_dict_config = None  # of shards; it makes those that fit
+    plugin.state_dict_config = plugin.optim_state_dict_config = None  # they were for shards; accelerate makes new ones
     plugin.set_state_dict_type(FULL)
 
 
 def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[fused.Matrix]:
-    """The matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
+    """Packed matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
     found = config.load_config(model_id, **kwargs)
     stored = config.quantization_of(found)
     quantization = config.NVFP4Config() if stored is None else config.NVFP4Config.from_dict(stored)

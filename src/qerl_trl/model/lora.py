@@ -1,13 +1,10 @@
 """LoRA on a frozen NVFP4 base, through unmodified PEFT.
 
-`NVFP4Linear` is an `nn.Linear`, so `target_modules="all-linear"`, rsLoRA, DoRA and adapter files work as for any model,
-and an adapter trained here loads in plain PEFT. PEFT's one extension point, `LoraConfig._register_custom_module`
-(experimental, documented under "custom models"), supplies the only thing it cannot know: how to merge. Merging replaces
-the packed layer by a dense one, since a delta added to 4-bit weights and rounded again would mostly be lost. The
-mapping is not stored in `adapter_config.json`; [`load_adapter`] registers it again.
-
-Adapters and trainable norms are float32: next to weights around 1, an AdamW step of 1e-5 is far below half a unit in
-the last place of bf16 (2^-9) and would never land.
+`NVFP4Linear` is an `nn.Linear`, so `target_modules="all-linear"`, rsLoRA, DoRA and adapter files work as usual, and an
+adapter trained here loads in plain PEFT. Only the merge is ours (`LoraConfig._register_custom_module`, not stored in
+`adapter_config.json`): it makes the layer dense, because a delta rounded to 4 bits would mostly be lost. Adapters and
+trainable norms are float32: next to weights around 1, an AdamW step of 1e-5 is far below half a unit in the last place
+of bf16 (2^-9).
 """
 
 import copy
@@ -45,22 +42,22 @@ from ..support.files import hub_commit
 
 logger = logging.getLogger(__name__)
 
-#: `init_lora_weights` values that leave the base weight alone
+#: `init_lora_weights` values with an unchanged base weight
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class NVFP4LoraLinear(LoraLinear):
-    """`lora.Linear` on a packed layer. Merging swaps in a dense base layer, unmerging brings the packed one back.
+    """`lora.Linear` on a packed layer. Merging swaps in a dense base layer, unmerging restores the packed one.
 
     The merged weight is `dequantize(W) + scaling * B @ A` (DoRA: its own formula), computed in float32 and rounded once
-    to the base's compute dtype: the policy that was trained, up to that rounding. It costs the memory of a dense layer.
+    to the base's compute dtype. It costs the memory of a dense layer.
     """
 
     _packed_base: NVFP4Linear | None = None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         packed = self.base_layer
-        if not isinstance(packed, NVFP4Linear):  # a second adapter on top of a merged one
+        if not isinstance(packed, NVFP4Linear):  # a second adapter on a merged layer
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
             return
         self.base_layer = packed.to_dense(torch.float32)
@@ -72,28 +69,28 @@ class NVFP4LoraLinear(LoraLinear):
                 self.base_layer = packed
         if self.base_layer is not packed:
             self.base_layer.to(packed.compute_dtype)
-            # not a registered submodule: the packed bytes must not appear in the merged model's state dict
+            # not a registered submodule, which would put the packed bytes into the merged model's state dict
             object.__setattr__(self, "_packed_base", packed)
 
     def unmerge(self) -> None:
         if self._packed_base is None:
             super().unmerge()  # warns that nothing is merged
             return
-        super().unmerge()  # clears PEFT's bookkeeping; the dense weight is dropped below, so rounding does not matter
+        super().unmerge()  # clears PEFT's bookkeeping; its dense weight, with rounding errors, is dropped below
         self.base_layer = self._packed_base
         object.__setattr__(self, "_packed_base", None)
 
 
 def default_lora_config() -> LoraConfig:
-    """The default adapter: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
+    """Default adapter: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def settle_model_config(model_config: Any, said: Collection[str], base_format: str) -> None:
-    """Defaults for the fields of TRL's `ModelConfig` that nobody set: bf16, and an adapter if any `lora_*` is set.
+    """Set defaults for unset fields of TRL's `ModelConfig`: bf16, and an adapter if any `lora_*` is set.
 
     Args:
-        said: names that a recipe or a command line gives.
+        said: field names set by a recipe or the command line.
     """
     model_config.model_name_or_path = os.path.expanduser(model_config.model_name_or_path or "") or None
     if base_format == "full":
@@ -113,9 +110,8 @@ def settle_model_config(model_config: Any, said: Collection[str], base_format: s
 
 
 def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> LoraConfig:
-    """`config` with "all-linear" meaning all linear layers of the text decoder that an adapter can serve: towers for
-    pictures and sound, routers and small gates are excluded (`architectures.unadapted_by_default`). Where the user
-    names targets or exclusions, those hold.
+    """Restrict "all-linear" to the text decoder: towers for pictures and sound, routers and small gates get no adapter
+    (`architectures.unadapted_by_default`). Explicit targets or exclusions are respected.
     """
     if config.target_modules != "all-linear" or config.exclude_modules is not None:
         return config
@@ -135,7 +131,7 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
 
 
 def check_is_lora(config: PeftConfig) -> LoraConfig:
-    """Return `config`; refuse methods other than LoRA, and an adapter on the head."""
+    """Return `config`; raise `ValueError` for methods other than LoRA and for an adapter on the head."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"peft_config is a {type(config).__name__}. Rollout, export and noise are built for LoRA on linear layers; "
@@ -145,26 +141,27 @@ def check_is_lora(config: PeftConfig) -> LoraConfig:
     targets = [targets] if isinstance(targets, str) else list(targets or [])
     if any(target.split(".")[-1] == "lm_head" for target in targets):
         raise ValueError(
-            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight, so an adapter "
-            'there would never be trained. Remove it, or use target_modules="all-linear".'
+            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight, so an "
+            'adapter there would never be trained. Remove it, or use target_modules="all-linear".'
         )
     return config
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Whether an adapter changes the weights below it: it starts from a part of them (PiSSA), or trains biases."""
+    """True if an adapter changes the base weights: initialized from a part of them (PiSSA), or with trained biases."""
     configs = getattr(model, "peft_config", {}).values()
     return any(config.bias != "none" or config.init_lora_weights not in _PLAIN_INITS for config in configs)
 
 
 def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
-    """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer."""
+    """Validate `config` for a frozen 4-bit base and return a copy with the NVFP4 layer registered."""
     config = check_is_lora(config)
     init = config.init_lora_weights
     if init not in _PLAIN_INITS or config.target_parameters:
         raise ValueError(
-            f"init_lora_weights={init!r} or target_parameters={config.target_parameters} needs the base's full-precision "
-            f"weights, and these are packed. Name linear modules in target_modules, and start with one of {_PLAIN_INITS}."
+            f"init_lora_weights={init!r} or target_parameters={config.target_parameters} needs the base's "
+            "full-precision weights, and these are packed. Name linear modules in target_modules, and start with one "
+            f"of {_PLAIN_INITS}."
         )
     config = copy.copy(config)
     config._register_custom_module({NVFP4Linear: NVFP4LoraLinear})
@@ -182,15 +179,15 @@ def load_adapter(
     """`PeftModel.from_pretrained` for an NVFP4 base: the same adapter files, and a merge that works.
 
     Args:
-        model: transformers model whose linear layers are [`NVFP4Linear`].
+        model: transformers model with [`NVFP4Linear`] layers.
         adapter: folder or Hub id of a PEFT LoRA adapter.
         adapter_name, is_trainable, kwargs: as in `PeftModel.from_pretrained`.
-        allow_other_base: take a model with other weights than those that the run recorded, in the folder or beside what
-            was published. A model in another format than the run's base is not compared.
+        allow_other_base: accept weights other than those recorded by the run, in the folder or next to the published
+            adapter. A model in another format than the run's base is not compared.
 
     Raises:
-        `ValueError`: `model` has other weights; the adapter is not as it was sealed, or its file lacks tensors, which
-            PEFT would start from random numbers and zeros.
+        `ValueError`: `model` has other weights; the adapter changed since it was sealed, or its file lacks tensors, for
+            which PEFT would use random numbers and zeros.
     """
     hub: dict[str, Any] = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
     if (folder := _folder_of(str(adapter), hub)) is not None:
@@ -206,7 +203,7 @@ def load_adapter(
     )
     if folder is not None:
         require_whole(folder, loaded, adapter_name)
-    if is_trainable and folder is not None:  # compared above, or allowed; what is trained on is what will be written
+    if is_trainable and folder is not None:  # checked above, or allowed: record the base of this training
         trained, name = loaded.peft_config[adapter_name], loaded.config.name_or_path
         if name and name != trained.base_model_name_or_path:
             trained.base_model_name_or_path, trained.revision = name, None
@@ -214,7 +211,7 @@ def load_adapter(
 
 
 def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
-    """Folder of an adapter's files, here or in the Hub's cache; `None` if the Hub has no manifest of it."""
+    """Local folder of an adapter, or of its files in the Hub's cache; `None` without a manifest on the Hub."""
     if os.path.isdir(adapter):
         return Path(adapter, hub.get("subfolder") or "")
     try:
@@ -227,7 +224,7 @@ def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
 
 
 def require_whole(folder: str | os.PathLike, model: PeftModel, adapter_name: str) -> None:
-    """Refuse a folder with only part of the adapter's tensors, which PEFT would take silently, or not finite ones."""
+    """Raise `ValueError` if adapter tensors are missing, which PEFT ignores silently, or are not finite."""
     if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
         return
     require_finite(file)
@@ -257,15 +254,15 @@ def _check_sealed(adapter: str, folder: Path) -> None:
 
 def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
     run = seal.recorded_run(folder)
-    settings = run.get("settings", run)  # of an export, or of a run
+    settings = run.get("settings", run)  # an export's record, or a run's
     then = settings.get("base_sha256")
     if then is None or has_nvfp4(model) != (settings.get("base_format") == "nvfp4"):
         return
     if (now := base_sha256(model)) not in (None, then):
         raise ValueError(
             f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} in "
-            f"{settings.get('dtype', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}). Load the run's own "
-            "base, or take this one all the same: allow_other_base=True."
+            f"{settings.get('dtype', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}). Load the run's "
+            "own base, or take this one all the same: allow_other_base=True."
         )
 
 
@@ -275,15 +272,15 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def check_adapter(model: PeftModel) -> None:
-    """Refuse an adapter that cannot train, or on embeddings tied to the head; warn about what would train badly."""
+    """Refuse an adapter that cannot train, or on embeddings tied to the head; warn about 16-bit parameters."""
     for config in model.peft_config.values():
         check_is_lora(config)
     layers = adapted_layers(model)
-    scaled = any(any(layer.scaling.values()) for layer in layers.values())  # by lora_alpha
+    scaled = any(any(layer.scaling.values()) for layer in layers.values())  # lora_alpha is not 0
     if not scaled or not any("lora_" in name and p.requires_grad for name, p in model.named_parameters()):
         raise ValueError(
-            f"The model has {len(layers)} LoRA layers and none of their parameters requires a gradient, or lora_alpha is "
-            "0. Check target_modules, and pass is_trainable=True where the adapter is loaded."
+            f"The model has {len(layers)} LoRA layers and none of their parameters requires a gradient, or lora_alpha "
+            "is 0. Check target_modules, and pass is_trainable=True where the adapter is loaded."
         )
     base: Any = model.get_base_model()
     if isinstance(base.get_input_embeddings(), LoraLayer) and base.config.get_text_config().tie_word_embeddings:
@@ -295,30 +292,30 @@ def check_adapter(model: PeftModel) -> None:
 
 
 def warn_of_low_precision(model: nn.Module) -> None:
-    """Warn of trainable tensors in 16 bits, adapter or whole model, where most AdamW steps are lost to rounding."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    """Warn about trainable tensors in 16 bits, adapter or whole model: rounding loses most AdamW steps."""
+    narrow = (torch.bfloat16, torch.float16)
+    low = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad and p.dtype in narrow]
     if low and not getattr(model, "is_loaded_in_4bit", False):  # TRL itself casts bitsandbytes adapters to bf16
         logger.warning(
             "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is "
             "trained in float32 (dtype=float32; bf16=True still computes in bf16).",
-            len(low),
-            trainable[low[0]].dtype,
-            low[0],
+            *(len(low), low[0][1], low[0][0]),
         )
 
 
 def warn_of_dropout(model: nn.Module) -> None:
-    """Warn of dropout in the model: the update uses it and the rollout does not, so their ratio is never 1.
+    """Warn about dropout in the model: only the update applies it, so the ratio to the rollout is never 1.
 
-    An adapter's own dropout (`lora_dropout`, 0.05 in TRL's scripts) is small beside it and chosen by the user.
+    An adapter's `lora_dropout` (0.05 in TRL's scripts) is small in comparison and the user's choice.
     """
     config = model.config.get_text_config()  # type: ignore[operator,union-attr]
-    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
-    for module in model.modules():  # attention computes its own, with a number that it keeps
+    fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0}
+    rates = set()
+    for module in model.modules() if fields else ():
+        rates |= {module.p} if isinstance(module, nn.Dropout) else set()
+        # attention modules hold a plain number instead
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
-    fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0 and v in rates}
-    if fields:
+    if fields := {name: rate for name, rate in fields.items() if rate in rates}:
         logger.warning(
             "The update drops activations (%s) and the rollout does not, so the two policies differ by chance at "
             "every step, without any noise of ours. Set model_init_kwargs=%s, unless it is meant.",
@@ -331,18 +328,18 @@ def warn_of_dropout(model: nn.Module) -> None:
 def prepare_trainable(model: nn.Module) -> list[str]:
     """Keep trainable norms and `trainable_token_indices` in float32; a norm's output keeps its input's dtype.
 
-    PEFT copies them in the base's bf16, where no small step ever lands. A float32 weight makes the norm's output
-    float32, and generation runs outside autocast, so a forward hook casts back.
+    PEFT copies them in the base's bf16, too coarse for small steps. A float32 weight makes the norm's output float32,
+    and generation runs outside autocast, so a forward hook casts back.
 
     Returns:
-        The names of the norms that were prepared.
+        The names of the prepared norms.
     """
     prepared = []
     for name, wrapper in model.named_modules():
         if isinstance(wrapper, TrainableTokensWrapper):
             wrapper.token_adapter.trainable_tokens_delta.to(torch.float32)
             if getattr(wrapper.original_module, "bias", None) is None:
-                wrapper.register_parameter("bias", None)  # TRL reads a head's bias, and the wrapper has none for it
+                wrapper.register_parameter("bias", None)  # TRL reads the head's bias, missing on the wrapper
         if not isinstance(wrapper, ModulesToSaveWrapper):
             continue
         for adapter, module in wrapper.modules_to_save.items():
@@ -359,11 +356,11 @@ def _cast_output_to_input_dtype(module: nn.Module, args: tuple, output: torch.Te
     return output.to(args[0].dtype)
 
 
-# --- an adapter that comes ready --------------------------------------------------------------------------------------
+# --- an existing adapter ----------------------------------------------------------------------------------------------
 
 
 def given_model(model: Any) -> Any:
-    """A trainer's `model`: a path expanded, a `PeftModel` where transformers loaded or added the adapter."""
+    """The trainer's `model`: a path expanded, a `PeftModel` if transformers loaded or added the adapter."""
     if not isinstance(model, str):
         own = isinstance(model, PeftModel) or not getattr(model, "_hf_peft_config_loaded", False)
         return model if own else _as_peft_model(model)
@@ -396,8 +393,8 @@ def _as_peft_model(model: Any) -> PeftModel:
         logger.warning("The adapter %r is trained. The model's other adapters are removed: %s.", *active, others)
     state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
     model.delete_adapter(list(model.peft_config))
-    vars(model).pop("_weight_conversions", None)  # of the adapter's file, by which a merge would be named
-    # PiSSA and others changed the base when the adapter was loaded, and must not do it again
+    vars(model).pop("_weight_conversions", None)  # from the adapter's file; a merge would be named by it
+    # PiSSA and others changed the base when the adapter was loaded, and must not change it twice
     initialized, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
     peft_model = PeftModelForCausalLM(model, config)
     config.init_lora_weights = initialized
@@ -406,7 +403,7 @@ def _as_peft_model(model: Any) -> PeftModel:
 
 
 def name_base(model: PeftModel) -> None:
-    """Let the configuration of the adapter name the base that it lies on; a warning where it named another one."""
+    """Record the model's own base in the adapter's configuration; warn if another one was recorded."""
     config = model.peft_config[model.active_adapter]
     named, found = config.base_model_name_or_path, cast(Any, model.config)._name_or_path
     if not found or named == found:

@@ -1,23 +1,22 @@
-"""Adaptive quantization noise (AQN): Gaussian noise on the norm weights that feed linear layers, as a TRL callback.
+"""Adaptive quantization noise (AQN): Gaussian noise on the norm weights in front of linear layers, as a TRL callback.
 
-The paper (arXiv 2510.11696, Section 3.3) adds Z ~ N(0, sigma^2 I) to RMSNorm weights while completions are sampled, with a
-sigma that decays over the run, so that a quantized policy explores more. Four properties hold here:
+The paper (arXiv 2510.11696, Section 3.3) adds Z ~ N(0, sigma^2 I) to RMSNorm weights while completions are sampled,
+with a sigma that decays over the run, so that a quantized policy explores more. Four properties hold here:
 
-- **Stateless.** The noise of a norm is a function of (seed, step, generation, name) alone (`generator`). Every rank, a vLLM
-  worker and a resumed run compute the same values; nothing is sent or stored.
+- **Stateless.** The noise of a norm is a function of (seed, step, generation, name) alone (`generator`). Every rank, a
+  vLLM worker and a resumed run compute the same values; nothing is sent or stored.
 - **Never written.** `NormNoise` replaces the weight for the duration of one norm forward. The parameter itself is never
-  touched: a checkpoint taken at any moment is clean, and switching the noise off restores nothing because nothing changed.
-- **In fp32.** bf16 weights near 1 swallow noise below 2e-3 (an intended 5e-4 lands as 3e-5), which is half of the paper's
-  schedule. The noisy weight is fp32, the norm's output is cast back, and `aqn/sigma_effective`, the rms of what landed in
-  the weight that the norm computed with, equals `aqn/sigma`.
+  touched: a checkpoint taken at any moment is clean, and there is nothing to restore without noise.
+- **In fp32.** bf16 weights near 1 swallow noise below 2e-3 (an intended 5e-4 lands as 3e-5), which is half of the
+  paper's schedule. The noisy weight is fp32, the norm's output is cast back, and `aqn/sigma_effective`, the measured
+  rms of the added noise, equals `aqn/sigma`.
 - **Exactly nothing at sigma 0.** The hooks then return at once: bit-identical to no callback.
 
-What happens when, in the default scope `rollout`: a generation begins in training -> a new draw -> norms are noisy until it
-ends -> log-probabilities and gradients are clean, as are evaluation and everything outside a training step. With scope
-`policy` a draw stays in force until the next generation, so that the log-probabilities, the loss and its gradient belong to
-the same noisy policy that sampled the batch.
+In the default scope `rollout`, each generation in training makes a new draw and norms are noisy until it ends;
+log-probabilities and gradients are clean, as are evaluation and everything outside a training step. With scope `policy`
+a draw lasts until the next generation: log-probabilities, loss and gradient belong to the noisy policy.
 
-How much: `schedules`. On which norms: `norms`. The numbers: `generator`. How they are laid over norms: `hooks`. When: `AQNCallback`, here.
+Amount: `schedules`. Norms: `norms`. Numbers: `generator`. Application: `hooks`. Timing: `AQNCallback`, here.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ from .schedules import EntropyTargetSchedule, NoiseSchedule, make_schedule
 
 logger = logging.get_logger(__name__)
 
-#: where the noise acts: "rollout" only while sampling (the paper), "policy" also in log-probabilities and gradients
+#: scope of the noise: "rollout" only while sampling (the paper), "policy" also in log-probabilities and gradients
 SCOPES = ("rollout", "policy")
 
 
@@ -49,41 +48,39 @@ class AQNCallback(TrainerCallback):
 
         trainer = GRPOTrainer(..., callbacks=[AQNCallback()])
 
-    It then recognises generation by the forward calls of the model (no gradient, no labels, a cache; an empty cache begins
-    a new draw). [`QeRLGRPOTrainer`] instead brackets its rollouts with `with callback.generation(): ...`, which also serves
-    vLLM; noise is never applied twice. (With tools each turn is a generation of its own; inside `generation()` one draw
-    spans them all.)
+    It then recognises generation by the forward calls of the model (no gradient, no labels, a cache; an empty cache
+    begins a new draw). [`QeRLGRPOTrainer`] instead wraps its rollouts in `with callback.generation(): ...`, also for
+    vLLM; noise is never applied twice. (With tools each turn is its own generation;
+    `generation()` has one draw for all.)
 
-    The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a resumed run
-    draws the same noise again. The noise is active only between `on_step_begin` and `on_pre_optimizer_step`, and never in
-    evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is evaluated under the same noise; a separate
-    reference model is clean. A run that ends with an exception leaves the hooks on: call `detach()` before further use.
+    The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a resumed
+    run draws the same noise again. The noise is active only between `on_step_begin` and `on_pre_optimizer_step`, and
+    never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is evaluated under the same noise;
+    a separate reference model is clean. After an exception the hooks stay on: call `detach()` before further use.
 
-    Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last line.
-    They reach `state.log_history`, the progress bar and callbacks that were added later; the integrations of `report_to` only
-    after `callback.log_first(trainer)`.
+    Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last
+    line, in `state.log_history`, the progress bar and later callbacks; in `report_to` only after
+    `callback.log_first(trainer)`.
 
     Args:
         schedule: a name of `schedules.SCHEDULES` or a `NoiseSchedule`; the four following arguments belong to a name.
         sigma_start: standard deviation in the first noisy stage.
         sigma_end: standard deviation in the last stage.
         num_stages: stages of the run; stage 0 has no noise.
-        entropy_target: nats per token, for schedule "entropy_target"; in scope "rollout" with [`QeRLGRPOTrainer`] or [`QeRLRLOOTrainer`].
+        entropy_target: nats per token, for schedule "entropy_target"; in scope "rollout" only with a QeRL trainer.
         scope: "rollout" or "policy" (`SCOPES`).
         seed: of the noise; the trainer's `args.seed` by default.
-        norms: {canonical name: module} instead of what `find_noisy_norms(model)` finds.
+        norms: {canonical name: module} in place of `find_noisy_norms(model)`.
 
     Attributes:
-        explicit: True when a trainer brackets its rollouts with `generation()` (`from_args` sets it); recognition by forward calls is
-            then off, and `use_vllm` acceptable.
-        engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
-        draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
-        last_draw: that of the latest generation in training, ended or not; None before the first.
+        explicit: rollouts are wrapped in `generation()` (set by `from_args`), not recognised; allows `use_vllm`.
+        engine: vLLM generates; `generation()` leaves the transformers model clean.
+        draw: the `NoiseDraw` of the current generation; None outside of one (clean).
+        last_draw: of the latest generation in training, ended or not; None before the first.
 
     Raises:
-        ValueError: impossible schedule or scope; a trainer that rolls out with vLLM; a model without a norm to put noise on; a second
-            AQNCallback.
-        RuntimeError: a rollout or a training step went by without noise; the entropy to steer by is not in the log.
+        ValueError: impossible schedule or scope; a trainer with vLLM rollouts; no suitable norm; a second AQNCallback.
+        RuntimeError: a rollout or a training step without noise; the entropy for steering is not logged.
     """
 
     def __init__(
@@ -121,24 +118,22 @@ class AQNCallback(TrainerCallback):
         self._unlogged: list[tuple[float, float]] = []
         self._uncached_prefix: torch.Tensor | None = None
 
-    # ------------------------------------------------------------------ life on a model
-
     @classmethod
     def from_args(cls, args) -> "AQNCallback":
-        """The callback that a [`QeRLConfig`] asks for, for a trainer that brackets its rollouts with `generation()`."""
+        """The callback of a [`QeRLConfig`], for a trainer with `generation()` around its rollouts."""
         names = ("schedule", "sigma_start", "sigma_end", "num_stages", "entropy_target", "scope", "seed")
         callback = cls(**{name: vars(args)[f"aqn_{name}"] for name in names})
         callback.explicit, callback.engine = True, args.use_vllm
         return callback
 
     def attach(self, model: nn.Module, seed: int = 0) -> None:
-        """Find the norms of `model` and hook them: at the start of training, or earlier. The search is not repeated for the same model."""
+        """Find the norms of `model`, once per model, and hook them: at the start of training, or earlier."""
         policy = next(m for m in unwrap(model).modules() if isinstance(m, PreTrainedModel) and m.can_generate())
         norms = self._given_norms
         if norms is None:
             known = self._noise if policy is self._sampling_model else None
             norms = known.norms if known is not None else find_noisy_norms(model)
-        self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
+        self.detach()  # always hook again: ZeRO-3's hooks, which gather a weight, must come before ours
         self._noise = NormNoise(norms)
         self._sampling_model = policy
         self._seed = seed if self.seed is None else self.seed
@@ -148,7 +143,7 @@ class AQNCallback(TrainerCallback):
         ]
 
     def detach(self) -> None:
-        """Take every hook off the model, at the end of training."""
+        """Remove every hook from the model, at the end of training."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -161,7 +156,7 @@ class AQNCallback(TrainerCallback):
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Canonical names of the norms that carry the noise; empty while not attached."""
+        """Canonical names of the noisy norms; empty while not attached."""
         return tuple(self._noise.norms) if self._noise is not None else ()
 
     @property
@@ -171,7 +166,7 @@ class AQNCallback(TrainerCallback):
 
     @property
     def sigma_effective(self) -> float:
-        """Rms of what the latest draw really added to the norm weights; NaN while no noisy norm has run. An engine's number is assigned."""
+        """Rms of the latest draw's noise in the norm weights; NaN before a noisy norm ran. Assigned for an engine."""
         if self._reported is not None:
             return self._reported
         effective = self._noise.sigma_effective() if self._noise is not None and self.last_draw is not None else 0.0
@@ -181,40 +176,41 @@ class AQNCallback(TrainerCallback):
     def sigma_effective(self, value: float) -> None:
         self._reported = value
 
-    # ------------------------------------------------------------------ when, way 1: the trainer says so
-
     @contextmanager
     def generation(self) -> Iterator[NoiseDraw]:
-        """One rollout: a new draw if this is a training step, a clean one (sigma 0) in evaluation or outside a step.
+        """One rollout: a new draw in a training step, a clean one (sigma 0) in evaluation or outside a step.
 
-        The noise acts on the transformers model, unless `engine` says that vLLM generates and applies the draw itself.
+        The noise acts on the transformers model, unless `engine` is set: vLLM then applies the draw itself.
 
         Yields:
             the draw; also `self.draw` while inside.
 
         Raises:
-            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run; in the first rollout, which has no
-                noise yet, the model itself.
+            RuntimeError: at the end of a transformers rollout, if no noisy norm had run; in the first rollout, still
+            without noise, if the model itself had not.
         """
         self.explicit, self._ran = True, False
         training = self._training()
         step = self._state.global_step if self._state is not None else 0
         self.draw = self._new_draw() if training else NoiseDraw(0.0, self._seed, step, 0)
+        noise = self._attached() if training and not self.engine else None
+        if noise is not None:
+            noise.enter()
         try:
-            if self.engine or not training:
-                yield self.draw
-                return
-            with self._attached().active():
-                yield self.draw
+            yield self.draw
             noisy = self.draw.sigma > 0
-            if not (self._attached().landed if noisy else self._ran or not self.schedule.ever_noisy):
+            ran = noise is None or (noise.landed if noisy else self._ran or not self.schedule.ever_noisy)
+            if not ran:
                 drawn = f"Noise of sigma {self.draw.sigma:g} was drawn" if noisy else "Noise is to come"
                 raise RuntimeError(
-                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or engine generated. Sample from "
-                    "trainer.model (in rollout_func), pass aqn=False, or set callback.engine = True and hand callback.draw to that engine."
+                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or "
+                    "engine generated. Sample from trainer.model (in rollout_func), pass aqn=False, or set "
+                    "callback.engine = True and hand callback.draw to that engine."
                 )
         finally:
             self.draw = None
+            if noise is not None:
+                noise.exit()
 
     @contextmanager
     def noisy(self) -> Iterator[None]:
@@ -224,7 +220,7 @@ class AQNCallback(TrainerCallback):
 
     @contextmanager
     def under(self, draw: NoiseDraw) -> Iterator[None]:
-        """The transformers model under `draw`, before training, for measurements; afterwards there is no draw again."""
+        """The transformers model under `draw`, before training, for measurements; without a draw afterwards."""
         noise = self._attached()
         noise.set(draw)
         try:
@@ -233,8 +229,6 @@ class AQNCallback(TrainerCallback):
         finally:
             noise.clear()
             self._reported = None
-
-    # ------------------------------------------------------------------ when, way 2: recognised by forward calls
 
     def _hook(self, method):
         # a plain function: deepcopy of the model copies bound methods and, with them, the callback and its modules
@@ -269,8 +263,6 @@ class AQNCallback(TrainerCallback):
         before, self._uncached_prefix = self._uncached_prefix, ids
         return before is None or ids is None or not torch.equal(before, ids[:, :-1])
 
-    # ------------------------------------------------------------------ draws
-
     def _training(self) -> bool:
         return self._in_step and self._sampling_model is not None and self._sampling_model.training
 
@@ -291,12 +283,10 @@ class AQNCallback(TrainerCallback):
         return self._noise
 
     def _measure(self) -> None:
-        """Remember the latest draw for the log, once it has acted."""
+        """Keep the latest draw for the log, once it has acted."""
         if not self._measured:
             self._unlogged.append((self.sigma, self.sigma_effective))
             self._measured = True
-
-    # ------------------------------------------------------------------ trainer events
 
     def on_init_end(self, args, state, control, **kwargs):
         self._check_reach(args)
@@ -312,15 +302,15 @@ class AQNCallback(TrainerCallback):
         self._attached().in_training = self.scope == "policy" and self.last_draw is not None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        # every forward and backward of the step is done; other callbacks may sample in their on_step_end before ours runs
+        # all forwards and backwards of the step are done; other callbacks may sample in on_step_end before ours
         self._in_step = False
         self._attached().in_training = False
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.last_draw is None:
             raise RuntimeError(
-                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that samples with transformers' "
-                "generate() (GRPOTrainer, RLOOTrainer); otherwise use QeRLGRPOTrainer."
+                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that "
+                "samples with transformers' generate() (GRPOTrainer, RLOOTrainer); otherwise use QeRLGRPOTrainer."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -330,8 +320,9 @@ class AQNCallback(TrainerCallback):
         metric = self.schedule.metric if isinstance(self.schedule, EntropyTargetSchedule) else None
         if metric and metric not in logs and not any(metric in entry for entry in state.log_history):
             raise RuntimeError(
-                f"schedule='entropy_target' steers by {metric!r}, which this run does not log: sigma would stay at {self.sigma:g}. Use "
-                "aqn_scope='policy', where the trainer logs the noisy policy's entropy, or another schedule."
+                f"schedule='entropy_target' steers by {metric!r}, which this run does not log: sigma would stay at "
+                f"{self.sigma:g}. Use aqn_scope='policy', where the trainer logs the noisy policy's entropy, or "
+                "another schedule."
             )
         draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
         if "aqn/sigma" in logs:  # the trainer logs it
@@ -349,7 +340,7 @@ class AQNCallback(TrainerCallback):
         self.detach()
 
     def log_first(self, trainer) -> None:
-        """Move this callback before the integrations of `report_to`, so that they log its values: Trainer calls them before the user's."""
+        """Move this callback before the integrations of `report_to`, so that they log its values."""
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
@@ -358,11 +349,13 @@ class AQNCallback(TrainerCallback):
         batching = getattr(args, "use_transformers_continuous_batching", False)
         if batching or (getattr(args, "use_vllm", False) and not self.explicit):
             raise ValueError(
-                f"AQNCallback acts on rollouts by generate() alone, and {'use_transformers_continuous_batching' if batching else 'use_vllm'}=True "
-                "bypasses it. Leave that out, or use QeRLGRPOTrainer (QeRLRLOOTrainer) with use_vllm=True, which carries the noise into vLLM."
+                "AQNCallback acts on rollouts by generate() alone, and "
+                f"{'use_transformers_continuous_batching' if batching else 'use_vllm'}=True bypasses it. Leave that "
+                "out, or use QeRLGRPOTrainer (QeRLRLOOTrainer) with use_vllm=True, which carries the noise into vLLM."
             )
         if self.scope == "rollout" and not self.explicit:
             logger.warning_once(
-                "AQNCallback alone, with scope='rollout': this trainer takes noisy completions for the clean policy's. Use QeRLGRPOTrainer, which "
-                "corrects the update, or scope='policy', in which nothing needs a correction."
+                "AQNCallback alone, with scope='rollout': this trainer takes noisy completions for the clean policy's. "
+                "Use QeRLGRPOTrainer, which corrects the update, or scope='policy', in which nothing needs a "
+                "correction."
             )

@@ -1,18 +1,19 @@
-"""The numbers of adaptive quantization noise: unit normals that are a pure function of a key, with the same bits wherever they are computed.
+"""The numbers of adaptive quantization noise: unit normals as a pure function of a key, with the same bits everywhere.
 
-Counter-based, so that any part of any norm can be computed anywhere, and in integers and exactly rounded operations only (integer sums and
-products, a table lookup, one conversion, one product), so that neither torch version nor device nor instruction set changes a value;
-`torch.randn`, and every logarithm or cosine on a GPU, give other bits on other hardware. For number i of a norm:
+Counter-based, so any part of any norm can be computed anywhere, and in integers and exactly rounded operations only
+(integer sums and products, a table lookup, one conversion, one product), so neither torch version nor device nor
+instruction set changes a value; `torch.randn`, and logarithms or cosines on a GPU, vary. For number i of a norm:
 
     k0, k1   the 16-byte blake2b digest of "seed:step:generation:name", two little-endian 64-bit integers
     w        mix(mix(c * GOLDEN + k0) + k1), c = i // 2      64 random bits; mix is the finalizer of SplitMix64
     a, b     bits 0-15 and 16-31 of w for even i, 32-47 and 48-63 for odd i
     z        (T[a] + T[b]) * SCALE
 
-T holds the 65536 midpoint quantiles of the unit normal as integers in units of 2^-20, and SCALE makes the variance 1. One lookup would end
-at 4.3 standard deviations; the sum of two goes to 6.1, with a kurtosis of 2.9996 (normal: 3). Every sum is below 2^24: exact in float32.
+T holds the 65536 midpoint quantiles of the unit normal as integers in units of 2^-20, and SCALE makes the variance 1.
+One lookup would end at 4.3 standard deviations; the sum of two goes to 6.1, with a kurtosis of 2.9996 (normal: 3).
+Every sum is below 2^24: exact in float32.
 
-SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; mix is Stafford's variant 13.
+SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; Stafford's variant 13.
 """
 
 import functools
@@ -33,10 +34,10 @@ _UNIT = 2**20
 
 
 class _Plan(NamedTuple):
-    """Where each word of a draw belongs.
+    """Layout of the words of a draw.
 
-    counter: (words,) int64, c * GOLDEN. norm: (words,) int64, number of the norm. keep: which of the 2 * words numbers are wanted, None
-    for all: a norm of odd length leaves one over.
+    counter: (words,) int64, c * GOLDEN. norm: (words,) int64, number of the norm. keep: indices into the 2 * words
+    numbers, None for all: a norm of odd length drops one.
     """
 
     counter: torch.Tensor
@@ -54,11 +55,11 @@ def standard_noise(seed: int, step: int, generation: int, name: str, numel: int)
 def standard_noises(
     seed: int, step: int, generation: int, names: Sequence[str], sizes: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Unit normal noise of many norms, one after the other; about forty launches, whatever their number, and no wait for the device.
+    """Unit normal noise of many norms, one after the other; about forty launches in all, and no wait for the device.
 
     Args:
         seed: of the run.
-        step: the trainer's global step at which the draw was made.
+        step: the trainer's global step of the draw.
         generation: number of the generation within that step, from 0.
         names: canonical names of the norm modules (`canonical_name`), for example "model.layers.0.input_layernorm".
         sizes: length of each norm's weight.
@@ -80,7 +81,7 @@ def standard_noises(
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer, on int64 that stand for unsigned integers."""
+    """SplitMix64's finalizer, on int64 with the bits of unsigned integers."""
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
         x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # torch shifts the sign in
         if multiplier != 1:

@@ -1,4 +1,4 @@
-"""The noise itself: a pure function of its key, laid over the norms of a live model without writing a parameter."""
+"""Noise on the norms of a live model, without writing a parameter."""
 
 import math
 import weakref
@@ -12,21 +12,21 @@ from torch import nn
 
 from .generator import standard_noises
 
-# norm modules that a NormNoise has hooks on, and which: two of them on one norm would add up. It knows its norms, so that the table may hold neither:
-# the norm's hooks do
+# norms with a NormNoise's hooks: two of them would add up. Weak references, as a NormNoise knows its norms: only the
+# norm's hooks keep it alive
 _noisy_modules: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[NormNoise], str]]" = weakref.WeakKeyDictionary()
 
-#: how far, relatively, the rms that an engine reports may be from sigma: of n values it varies by 1 / sqrt(2 n), of rounded norms by far more
+#: relative tolerance of an engine's reported rms: sampling error 1 / sqrt(2 n) of n values; rounded norms exceed it
 _AS_ASKED = 0.25
 
-# dtypes that noise does not widen
+# dtypes not widened by noise
 _EXACT = (torch.float32, torch.float64)
 
 
 class NoiseDraw(NamedTuple):
-    """The key of one draw: all that a worker needs to reproduce the noise of every norm.
+    """The key of one draw, sufficient for a worker to reproduce the noise of every norm.
 
-    `sigma` is 0 where there is no noise (evaluation, stage 0).
+    `sigma` is 0 without noise (evaluation, stage 0).
     """
 
     sigma: float
@@ -37,23 +37,24 @@ class NoiseDraw(NamedTuple):
     def check(self, effective: float) -> None:
         """
         Raises:
-            RuntimeError: `effective`, the rms of what an engine says it added to its norms, is not that of this draw alone.
+            RuntimeError: `effective`, the rms of an engine's added noise, is not this draw's alone.
         """
         if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
             return
         raise RuntimeError(
-            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and the engine's norms have {effective:.4g}: earlier noise was left "
-            "on or adds up, or norms are rounded. Restart the engine and resume from the last checkpoint, or pass aqn=False."
+            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and the engine's norms have "
+            f"{effective:.4g}: earlier noise was left on or adds up, or norms are rounded. Restart the engine and "
+            "resume from the last checkpoint, or pass aqn=False."
         )
 
 
 class NormNoise:
     """Noise on the norms of a live transformers model, through forward hooks.
 
-    `set(draw)` chooses the noise, `with active():` applies it, `in_training = True` applies it in every forward of a norm that is
-    in training mode (and in the recomputation of gradient checkpointing). During one forward of a norm the entry
-    `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back, also when the forward raises. A trainable
-    norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change: between forwards the module is what they left.
+    `set(draw)` chooses the noise, `with active():` applies it, `in_training = True` applies it in every forward of a
+    norm in training mode (and in the recomputation of gradient checkpointing). During one forward of a norm the entry
+    `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back, also when the forward raises. A
+    trainable norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change between forwards.
 
     Args:
         norms: {canonical name: module}, from `find_noisy_norms`.
@@ -66,8 +67,8 @@ class NormNoise:
         for name, module in norms.items():
             if module in _noisy_modules:
                 raise ValueError(
-                    f"The norm {name!r} already carries adaptive quantization noise. Use one AQNCallback per model (QeRL trainers bring "
-                    "their own), and call detach() on one that an interrupted run left behind."
+                    f"The norm {name!r} already carries adaptive quantization noise. Use one AQNCallback per model "
+                    "(QeRL trainers bring their own), and call detach() on one that an interrupted run left behind."
                 )
         self.norms = dict(norms)
         self.draw: NoiseDraw | None = None
@@ -88,7 +89,7 @@ class NormNoise:
             self._compute()
 
     def _compute(self) -> None:
-        """The values, once they are needed: an engine that generates computes its own, and this model's norms then stay clean."""
+        """Compute the values on demand: an engine computes its own, and this model's norms then stay clean."""
         draw = self.draw
         if self._noise or draw is None or draw.sigma == 0:
             return
@@ -126,7 +127,7 @@ class NormNoise:
             self.exit()
 
     def enter(self) -> None:
-        """`active` for callers that cannot use `with`; ended by `exit`."""
+        """`active` for callers without a `with` block; ended by `exit`."""
         self._compute()
         self._depth += 1
 
@@ -136,11 +137,11 @@ class NormNoise:
 
     @property
     def landed(self) -> int:
-        """Number of norms that ran with the noise of the current draw."""
+        """Number of norms run with the noise of the current draw."""
         return len(self._landed)
 
     def sigma_effective(self) -> float | None:
-        """Rms of what the current draw added to the weights that norms computed with, in the first noisy forward of each; None before.
+        """Rms of the current draw's noise in the norm weights, in the first noisy forward of each; None before.
 
         Equals sigma up to the sampling error of the noise itself, 1/sqrt(2 n) over n values.
         """
@@ -154,7 +155,7 @@ class NormNoise:
         return math.sqrt(float(total) / count)
 
     def remove(self) -> None:
-        """Take the hooks off. The model is then exactly as it was before."""
+        """Remove the hooks. The model is then exactly as before."""
         self.clear()
         for handle in self._handles:
             handle.remove()
@@ -178,9 +179,8 @@ class NormNoise:
                 return self._swap_out(name, module, output)
             return None
 
-        # FSDP2 may shard the norm itself: its hooks gather before ours run and must reshard only after we put the clean
-        # parameter back, hence prepend on the way out. always_call: gradient checkpointing stops its recomputation with an
-        # exception in the middle of a forward.
+        # FSDP2 may shard the norm: it gathers before our hooks and must reshard after the parameter is clean again,
+        # hence prepend. always_call: gradient checkpointing ends its recomputation with an exception within a forward.
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
         _noisy_modules[module] = weakref.ref(self), name
@@ -205,7 +205,7 @@ class NormNoise:
 
     def _noisy_weight(self, name: str, clean: torch.Tensor) -> torch.Tensor:
         """weight + sigma * z in fp32 (fp64 for an fp64 weight); kept between forwards if the weight is frozen."""
-        # a compiled graph fuses the sum; entries that come and go would break it up
+        # a compiled graph fuses the sum; changing cache entries would break it up
         compiling = torch.compiler.is_compiling()
         if not compiling:
             version, noisy = self._ready.get(name, (None, None))
@@ -224,7 +224,7 @@ class NormNoise:
     def _swap_out(self, name: str, module: nn.Module, output: Any) -> Any:
         replaced, dtype = self._clean.pop(name)
         _parameters(module).update(replaced)
-        # noise changes values, never dtypes: a norm whose own weight is fp32 may well return fp32 for a bf16 input
+        # noise changes values, never dtypes: a norm with an fp32 weight may return fp32 for a bf16 input
         if isinstance(output, torch.Tensor) and replaced["weight"].dtype not in _EXACT:
             return output.to(dtype)
         return output
@@ -232,17 +232,17 @@ class NormNoise:
 
 @contextmanager
 def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bool]:
-    """Inside, the noise that acts lies on the weights of `modules`, and the hooks are out of sight.
+    """Inside, the active noise is on the weights of `modules`, and the hooks are removed.
 
-    For compiled layers: a compiler that saw the hooks, which are each norm's own, would compile every layer for itself, while a weight is one more
-    input. Values and gradients are those of the hooks.
+    For compiled layers: with hooks, different for each norm, every layer would be compiled separately, while a weight
+    is one more input. Values and gradients are those of the hooks.
 
     Args:
-        rehearse: as if the noise acted, with the clean values.
+        rehearse: as if noise were active, with the clean values.
 
     Returns:
-        False where it cannot be done, and the hooks act as ever: norms that torch's own kernels compute in one dtype, norms with hooks of others,
-        or 16-bit norms without autocast, by which the layers that read a norm get one dtype whatever the norm's.
+        False if unsupported, with the hooks left on: norms computed by torch's kernels in one dtype, norms with foreign
+        hooks, or 16-bit norms without autocast, whose readers would get another dtype.
     """
     found = [(module, *_noisy_modules[module]) for module in modules if module in _noisy_modules]
     noisy = [(module, noise, name) for module, known, name in found if (noise := known()) is not None]
@@ -268,8 +268,8 @@ def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bo
 
 
 def _parameters(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """torch's own table of a module's parameters, which for one forward may name a plain tensor."""
-    return module._parameters  # type: ignore[return-value]  # annotated as parameters only, and a dict's values are invariant
+    """torch's own table of a module's parameters, with a plain tensor during one forward."""
+    return module._parameters  # type: ignore[return-value]  # annotated for parameters only; dict values are invariant
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

@@ -1,14 +1,13 @@
-"""Which norms carry the noise: those whose output feeds a linear layer.
+"""Find the norms for the noise: those in front of a linear layer.
 
-Adding noise z to the weight of an RMSNorm perturbs every linear layer that reads its output at once, as if column j of each
-of their weights had been scaled by 1 + z_j / w_j (the paper, Section 3.3). That argument holds only for a norm that a linear
-layer reads directly, and which norms those are differs by family: `input_layernorm` and `post_attention_layernorm` on Llama
-and Qwen, `pre_feedforward_layernorm` instead of the latter on Gemma 2 and 3 (where `post_attention_layernorm` feeds the
-residual stream), none at all on OLMo-2. No table of names: one forward of four tokens is traced, and a norm is taken when the
-tensor that it returned (by storage, so views count) is what a linear layer received.
+Noise z on the weight of an RMSNorm perturbs all linear layers reading its output, as if column j of each of their
+weights were scaled by 1 + z_j / w_j (the paper, Section 3.3). This needs a norm read directly by a linear layer, and
+these differ by family: `input_layernorm` and `post_attention_layernorm` on Llama and Qwen, `pre_feedforward_layernorm`
+instead of the latter on Gemma 2 and 3 (there `post_attention_layernorm` feeds the residual stream), none at all on
+OLMo-2. No table of names: one forward of four tokens is traced, and a norm is taken if a linear layer received its
+output tensor (by storage, so views count).
 
-Left out by that rule: norms inside attention (q_norm, k_norm, latent attention), sandwich norms, and the final norm, which
-feeds only the output head.
+Left out: norms inside attention (q_norm, k_norm, latent attention), sandwich norms, and the final norm (output head).
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,13 +27,13 @@ from ..support.phases import evaluation_mode
 def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
     """Norms whose output feeds a linear layer other than the output head, by canonical name, in model order.
 
-    Runs one forward of four tokens, which leaves random state, gradients and training flags as they were. Under FSDP2 and
-    ZeRO-3 it is collective: call this on every rank.
+    Runs one forward of four tokens; random state, gradients and training flags are unchanged. Under FSDP2 and ZeRO-3 it
+    is collective: call this on every rank.
 
     Args:
         model: a causal language model of transformers, bare or inside PEFT, DDP, FSDP2 or torch.compile; on one device
-            or several, quantized or not.
-        inputs: keyword arguments of the forward, for a model that `input_ids` of shape (1, 4) do not suffice for.
+        or several, quantized or not.
+        inputs: keyword arguments of the forward, if `input_ids` of shape (1, 4) are not enough.
 
     Returns:
         {"model.layers.0.input_layernorm": module, ...}; under PEFT's `modules_to_save` the module is the trained copy.
@@ -44,7 +43,13 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
     """
     whole: Any = unwrap(model)
     text = whole.config.get_text_config(decoder=True)
-    norms = {name: module for name, module in whole.named_modules() if _is_norm(module, text.hidden_size)}
+    norms = {}
+    for name, module in whole.named_modules():
+        weight = module._parameters.get("weight")
+        # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
+        shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+        if "norm" in type(module).__name__.lower() and shape == (text.hidden_size,):
+            norms[name] = module
     if inputs is None:
         tokens = torch.arange(1, 5, device=next(whole.get_input_embeddings().parameters()).device)
         inputs = {"input_ids": tokens.remainder(text.vocab_size)[None], "use_cache": False}
@@ -54,26 +59,11 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
         seen = sorted({type(module).__name__ for module in norms.values()}) or ["none"]
         base = whole.get_base_model() if isinstance(whole, PeftModel) else whole
         raise ValueError(
-            f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: {', '.join(seen)}), as "
-            "in OLMo-2, where norms follow the linear layers. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm model."
+            f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: "
+            f"{', '.join(seen)}), as in OLMo-2, where norms follow the linear layers. Train without noise (aqn=False, "
+            "or drop the AQNCallback), or choose a pre-norm model."
         )
     return found
-
-
-def _is_norm(module: nn.Module, width: int) -> bool:
-    weight = module._parameters.get("weight")
-    if weight is None or "norm" not in type(module).__name__.lower():
-        return False
-    # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))
-    return shape == (width,)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, nn.Linear) or hasattr(module, "in_features"):  # the second: quantized by others
-        return True
-    # fused experts are one 3-D parameter per projection and no nn.Linear
-    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
 def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> set[str]:
@@ -84,13 +74,10 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
     outputs: list[torch.Tensor] = []  # kept alive, so that a storage address stays one norm's for the whole trace
     fed: set[str] = set()
 
-    def on_norm(name: str):
-        def hook(module, args, output):
-            if isinstance(output, torch.Tensor):
-                outputs.append(output)
-                source[output.untyped_storage().data_ptr()] = name
-
-        return hook
+    def on_norm(name, module, args, output):
+        if isinstance(output, torch.Tensor):
+            outputs.append(output)
+            source[output.untyped_storage().data_ptr()] = name
 
     def on_linear(module, args, kwargs):
         for value in (*args, *kwargs.values()):
@@ -99,12 +86,13 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
                 if name is not None:
                     fed.add(name)
 
-    handles = [module.register_forward_hook(on_norm(name)) for name, module in norms.items()]
-    handles += [
-        module.register_forward_pre_hook(on_linear, with_kwargs=True)
-        for module in model.modules()
-        if module not in head_modules and _is_linear(module)
-    ]
+    handles = [module.register_forward_hook(partial(on_norm, name)) for name, module in norms.items()]
+    for module in model.modules():
+        linear = isinstance(module, nn.Linear) or hasattr(module, "in_features")  # the second: quantized by others
+        # fused experts are one 3-D parameter per projection and no nn.Linear
+        fused = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if module not in head_modules and (linear or fused):
+            handles.append(module.register_forward_pre_hook(on_linear, with_kwargs=True))
     device = next(model.parameters()).device
     try:
         with (
@@ -124,8 +112,8 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
 
 @contextmanager
 def _no_products(model: nn.Module) -> Iterator[None]:
-    """Inside, packed layers answer with zeros: which norm feeds what does not depend on numbers, and on a CPU, where FSDP leaves the model until
-    training starts, decoding the weights of 7B takes a minute."""
+    """Inside, packed layers return zeros: the trace ignores values, and on a CPU (FSDP until training starts) decoding
+    the weights of 7B takes a minute."""
 
     def zeros(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(*x.shape[:-1], layer.out_features)

@@ -1,21 +1,20 @@
-"""How sigma, the standard deviation of adaptive quantization noise, moves over a run.
+"""Schedules of sigma, the standard deviation of adaptive quantization noise, over a run.
 
-The paper (arXiv 2510.11696, Section 3.3) cuts training into K equal stages. Stage 0 has no noise: quantization alone
+The paper (arXiv 2510.11696, Section 3.3) cuts training into K equal stages. Stage 0 has no noise, as quantization alone
 perturbs the policy. From stage 1 on
 
     sigma(k) = sigma_start * (sigma_end / sigma_start) ** ((k - 1) / (K - 1))
 
-The formula leaves open whether the silent stage is one of the K. Read with k = 1..K it makes K + 1 stages; read with
-k = 0..K-1 it never reaches sigma_end (1e-2 -> 5e-4 in 10 stages would end at 7.0e-4). The released code settles it: K
-stages in all, the silent one included, and the last one at sigma_end. That is what is implemented here,
+The formula leaves open whether the silent stage is one of the K. Read with k = 1..K it makes K + 1 stages; read with k
+= 0..K-1 it never reaches sigma_end (1e-2 -> 5e-4 in 10 stages would end at 7.0e-4). The released code settles it: K
+stages in all, the silent one included, and the last one at sigma_end. Implemented here:
 
-    stage k = step * K // total_steps,   progress u = (k - 1) / (K - 2),   sigma = shape(u), shape(0) = start, shape(1) = end
+    stage k = step * K // total_steps, progress u = (k - 1) / (K - 2), sigma = shape(u), shape(0), shape(1) = start, end
 
-so `exponential` reproduces the released script number for number and still runs from the first to the last value that the
-paper's tables name. The paper compares the other shapes by name only; their formulas are ours and stand at each class.
+so `exponential` reproduces the released script number for number, from the first to the last value in the paper's
+tables. The paper only names the other shapes; their formulas are ours (see each class).
 
-A schedule is a pure function of the step, the length of the run and the logged history, so a resumed run follows the same
-curve with nothing stored.
+A schedule is a pure function of step, run length and logged history: a resumed run follows the same curve.
 """
 
 import math
@@ -31,7 +30,7 @@ class NoiseSchedule:
     Args:
         sigma_start: standard deviation in the first noisy stage.
         sigma_end: standard deviation in the last stage.
-        num_stages: stages that the run is cut into, the silent stage 0 included; at least 2.
+        num_stages: stages of the run, the silent stage 0 included; at least 2.
 
     Raises:
         ValueError: a sigma is negative, infinite or not a number; fewer than 2 stages.
@@ -58,7 +57,7 @@ class NoiseSchedule:
         return max(self.sigma_start, self.sigma_end) > 0
 
     def stage(self, step: int, total_steps: int) -> int:
-        """Stage of optimizer step `step` (from 0) in a run of `total_steps`; steps beyond the end stay in the last stage."""
+        """Stage of optimizer step `step` (from 0) in a run of `total_steps`; later steps stay in the last stage."""
         return min(step * self.num_stages // total_steps, self.num_stages - 1)
 
     def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
@@ -140,22 +139,22 @@ class ConstantSchedule(NoiseSchedule):
 
 @dataclass(frozen=True)
 class EntropyTargetSchedule(NoiseSchedule):
-    """Steers sigma so that the entropy of the policy that samples follows `target`: an integral controller on ln(sigma).
+    """Steers sigma towards a sampling policy of entropy `target`: an integral controller on ln(sigma).
 
-    Starts at the geometric mean of sigma_start and sigma_end and, for each logged entropy H of the sampling policy so far,
+    Starts at the geometric mean of sigma_start and sigma_end and, for each logged entropy H of the sampling policy,
 
-        ln(sigma) += gain * clip((target - H) / target, -1, 1),   clipped to ln of [sigma_end, sigma_start] (in either order)
+        ln(sigma) += gain * clip((target - H) / target, -1, 1),   clipped to ln of [sigma_end, sigma_start]
 
-    What is clipped off is forgotten, so sigma turns back at once (no wind-up). The state is recomputed from the trainer's `log_history`,
-    which every checkpoint holds: a resumed run continues with the same sigma, exactly where checkpoints fall on logging steps.
+    Clipped excess is dropped, so sigma turns back at once (no wind-up). The state is recomputed from the trainer's
+    `log_history`, part of every checkpoint: a resumed run has the same sigma, exactly if checkpoints fall on log steps.
 
     Args:
         target: entropy to keep, nats per token, as the trainer logs `metric`.
-        gain: change of ln(sigma) a log line at 100 % error.
-        metric: which logged number is H: of the noisy policy (`rollout/entropy`; `entropy` in scope "policy").
+        gain: change of ln(sigma) per log line at 100 % error.
+        metric: log key of H, of the noisy policy (`rollout/entropy`; `entropy` in scope "policy").
 
     Raises:
-        ValueError: no positive target, or a sigma of 0 (its logarithm has no place to start from).
+        ValueError: no positive target, or a sigma of 0 (it has no logarithm to start from).
     """
 
     target: float | None = None
@@ -169,8 +168,8 @@ class EntropyTargetSchedule(NoiseSchedule):
         positive = self.target is not None and math.isfinite(self.target) and self.target > 0
         if not positive or 0 in (self.sigma_start, self.sigma_end):
             raise ValueError(
-                f"entropy_target={self.target} with sigma_start={self.sigma_start}, sigma_end={self.sigma_end} cannot be "
-                "steered to. Pass nats per token > 0, such as a run's `entropy` without noise, and sigmas > 0."
+                f"entropy_target={self.target} with sigma_start={self.sigma_start}, sigma_end={self.sigma_end} cannot "
+                "be steered to. Pass nats per token > 0, such as a run's `entropy` without noise, and sigmas > 0."
             )
 
     def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
@@ -204,12 +203,13 @@ def make_schedule(
 
     Raises:
         KeyError: unknown name.
-        ValueError: impossible values, or an `entropy_target` that the named schedule would ignore.
+        ValueError: impossible values, or an `entropy_target` ignored by the named schedule.
     """
     if name == EntropyTargetSchedule.name:
         return EntropyTargetSchedule(sigma_start, sigma_end, num_stages, target=entropy_target)
     if entropy_target is not None:
         raise ValueError(
-            f"entropy_target={entropy_target} is not used by schedule={name!r}. Pass schedule='entropy_target', or leave it out."
+            f"entropy_target={entropy_target} is not used by schedule={name!r}. Pass schedule='entropy_target', or "
+            "leave it out."
         )
     return SCHEDULES[name](sigma_start, sigma_end, num_stages)

@@ -1,10 +1,10 @@
-"""Architectures beyond their module classes: one table of data, read by trainer, engine and exporter.
+"""Table of architectures, shared by trainer, engine and exporter.
 
-`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3): transformers names the
-projections alike. An architecture that differs has a row of its own in `ROWS`.
+`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3), thanks to common names in
+transformers. An architecture with other names has a row of its own in `ROWS`.
 
-Three things hold for every architecture. `TOWERS` see pictures and sound, and `ROUTERS` choose experts: both stay
-dense, and adapters stay out of them unless they are asked for. Output heads stay dense.
+In every architecture `TOWERS` (pictures, sound) and `ROUTERS` (choice of experts) stay dense and get no adapter by
+default, and output heads stay dense.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: what a model of pictures, video or sound has beside its text decoder, projections into it included
+#: parts of a multimodal model besides its text decoder, projections into it included
 TOWERS = (
     "visual",
     "vision_tower",
@@ -33,10 +33,10 @@ TOWERS = (
     "embed_audio",
     "vqmodel",
 )
-#: what chooses among a layer's experts
+#: modules choosing among a layer's experts
 ROUTERS = ("router", "mlp.gate", "block_sparse_moe.gate", "feed_forward.gate", "mixer.gate", "shared_expert_gate")
 
-#: projections of attention, plain, latent or linear: what an adapter means by "all linear layers" beside experts
+#: projections of attention, plain, latent or linear: "all linear layers" of an adapter in a model with experts
 ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
@@ -49,13 +49,12 @@ class Architecture:
     """One row.
 
     Args:
-        fused: vLLM's layer -> the checkpoint's linears that it runs as one matrix, in row order. They share one storage
-            and one global scale, so they are packed all or none. Itself alone, where the checkpoint's matrix is fused
-            already.
-        heads: names of output heads. They are never quantized: TRL computes log-probabilities from their weight.
-        dense: further linears that stay dense: gates of a few outputs, whose errors reach every token of a state.
-        unadapted: further linears that get no adapter by default. Those in `dense` get none either.
-        outside_vllm: why vLLM cannot roll it out on the trainer's weights; empty where nothing is known against it.
+        fused: vLLM's layer -> the checkpoint's linears in it, in row order. They share one storage and one global
+            scale, so they are packed all or none. A matrix fused in the checkpoint maps to itself.
+        heads: names of output heads, never quantized: TRL computes log-probabilities from their weight.
+        dense: further dense linears: gates of a few outputs, whose errors reach every token of a state.
+        unadapted: further linears without an adapter by default, in addition to those in `dense`.
+        outside_vllm: reason against rollouts in vLLM on the trainer's weights; empty if there is none.
     """
 
     fused: Mapping[str, tuple[str, ...]]
@@ -77,18 +76,18 @@ DECODER = Architecture(
 _ONE_MLP = dataclasses.replace(DECODER, fused=MappingProxyType({**DECODER.fused, "gate_up_proj": ("gate_up_proj",)}))
 _ONE_EACH = dataclasses.replace(_ONE_MLP, fused=MappingProxyType({**_ONE_MLP.fused, "qkv_proj": ("qkv_proj",)}))
 _DELTA_NET = dataclasses.replace(DECODER, dense=("in_proj_a", "in_proj_b", "in_proj_ba"))
-# a state-space mixer computes with out_proj.weight itself, so an adapter there would never act
+# a state-space mixer computes with out_proj.weight directly, ignoring an adapter there
 _MAMBA = dataclasses.replace(DECODER, unadapted=("mamba.out_proj", "mixer.out_proj"))
 _SHORT_CONVOLUTIONS = dataclasses.replace(
     DECODER,
-    outside_vllm="vLLM builds the projections of its short convolutions as plain dense layers, which hold neither packed "
-    "weights nor an adapter",
+    outside_vllm="vLLM builds the projections of its short convolutions as plain dense layers, which hold neither "
+    "packed weights nor an adapter",
 )
 _GEMMA_NANO = dataclasses.replace(
     DECODER,
     dense=("altup", "laurel", "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
 )
-#: the text decoder's `model_type` -> its row, where it is not `DECODER`
+#: `model_type` of the text decoder -> its row, if not `DECODER`
 ROWS: Mapping[str, Architecture] = MappingProxyType(
     {
         "phi3": _ONE_EACH,
@@ -119,17 +118,17 @@ def architecture_of(model_type: str | None) -> Architecture:
 
 
 def in_tower(name: str) -> bool:
-    """Whether a module, by its dotted name, is part of a tower."""
+    """True if a module, by its dotted name, is part of a tower."""
     return not set(TOWERS).isdisjoint(name.split("."))
 
 
 def dense_by_default(model_type: str | None) -> tuple[str, ...]:
-    """Names of modules whose linears stay dense, besides the output head, unless a checkpoint brings them packed."""
+    """Names of modules with dense linears, besides the output head, unless a checkpoint has them packed."""
     return (*TOWERS, *ROUTERS, *architecture_of(model_type).dense)
 
 
 def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
-    """Names of modules that "all linear layers" leaves out, of those that a model with this configuration can have."""
+    """Names of modules excluded from "all linear layers", among the possible modules of this configuration."""
     text = config.get_text_config(decoder=True)
     row = architecture_of(text.model_type)
     towers = TOWERS if text is not config else ()
@@ -138,7 +137,7 @@ def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
 
 
 def delta_net_layers(config: "PretrainedConfig") -> tuple[int, ...]:
-    """Which layers of the text decoder are gated delta nets, which carry a state in place of keys and values."""
+    """Indices of the gated delta nets in the text decoder, layers with a state in place of keys and values."""
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "linear_num_value_heads"):
         return ()
@@ -146,7 +145,7 @@ def delta_net_layers(config: "PretrainedConfig") -> tuple[int, ...]:
 
 
 def has_experts(config: "PretrainedConfig") -> bool:
-    """Whether a model with this configuration is a mixture of experts."""
+    """True if a model with this configuration is a mixture of experts."""
     text = config.get_text_config(decoder=True)
     return any(
         getattr(text, name, None)

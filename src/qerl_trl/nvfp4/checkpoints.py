@@ -1,4 +1,4 @@
-"""What lies on disk: the two NVFP4 checkpoint layouts we read, and the one we write.
+"""Two NVFP4 checkpoint layouts for reading, the first of them for writing.
 
     layout               compressed-tensors                        ModelOpt
                          (`nvfp4-pack-quantized`, llm-compressor)  (NVIDIA TensorRT Model Optimizer)
@@ -7,19 +7,18 @@
     global scale         X.weight_global_scale  F32 (1,), divides  X.weight_scale_2  F32 (), multiplies
     activation scales    X.input_global_scale   ignored            X.input_scale     ignored
 
-Codes and block scales are the same bytes in both, and in ours. Only the global scale changes: ModelOpt's is the
+Codes and block scales are the same bytes in both, and in memory. Only the global scale changes: ModelOpt's is the
 reciprocal.
 
 **Weight-only reading of W4A4 checkpoints.** ModelOpt's "NVFP4" and compressed-tensors' "NVFP4" preset also quantize
-activations at run time. Their weights are ordinary NVFP4 weights, so they are read, and the activation (and KV cache)
-scales are ignored. Refused is what *cannot* be read that way: configurations that quantize activations only, weights
-that make sense only after the activations were transformed (rotations, AWQ pre-scales, SVDQuant), and mixed precision
-but for ModelOpt's of NVFP4 and FP8 layers: there the NVFP4 layers stay packed and the FP8 layers are read as dense ones
-(`format.dequantize_fp8`).
+activations at run time. Their weights are ordinary NVFP4 weights, read without the activation (and KV cache) scales.
+Refused are quantized activations without quantized weights, weights for transformed activations (rotations, AWQ
+pre-scales, SVDQuant), and mixed precision, except for ModelOpt's of NVFP4 and FP8 layers: the NVFP4 layers stay packed
+and the FP8 layers become dense (`format.dequantize_fp8`).
 
-This file is the only reader of quantization configurations (`parse_quantization_config`) and the only judge of which
-layer is quantized (`Selection.is_quantized`): the trainer's quantizer, the offline quantizer and the engine
-(`rollout/vllm/quantization.py`) call it, on the names that the layers have in transformers.
+This file alone reads quantization configurations (`parse_quantization_config`) and decides about each layer
+(`Selection.is_quantized`), by its name in transformers: for the trainer's quantizer, the offline quantizer and the
+engine (`rollout/vllm/quantization.py`).
 """
 
 import dataclasses
@@ -43,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 #: our quantization method: in transformers (in memory only, never on disk) and in vLLM
 METHOD = "qerl_nvfp4"
-#: written into the safetensors metadata of what we save
+#: added to the safetensors metadata of saved files
 WRITTEN_BY = {"quantized_by": "qerl-trl"}
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that will be written: name, dtype, shape."""
+    """A tensor to be written: name, dtype, shape."""
 
     name: str
     dtype: torch.dtype
@@ -61,7 +60,7 @@ class TensorSpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Names of one checkpoint layout. `divides`: whether the stored global scale divides (ours) or multiplies."""
+    """Names of one checkpoint layout. `divides`: the stored global scale divides, as in memory, or multiplies."""
 
     name: str
     packed: str
@@ -80,11 +79,11 @@ LAYOUTS = {
 }
 
 
-# --- which layer is quantized -----------------------------------------------------------------------------------------
+# --- choice of layers -------------------------------------------------------------------------------------------------
 
 
 def name_matches(name: str, entry: str) -> bool:
-    """Whether a module name is meant by an entry of `modules_to_not_convert` (or of a checkpoint's ignore list).
+    """True if an entry of `modules_to_not_convert` (or of a checkpoint's ignore list) matches a module name.
 
     "lm_head", "down_proj", "model.layers.1"   whole dotted components, anywhere: the last hits model.layers.1.mlp and
                                                not model.layers.11.mlp
@@ -93,7 +92,7 @@ def name_matches(name: str, entry: str) -> bool:
     """
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
-    if any(character in entry for character in "*?["):
+    if {"*", "?", "["} & {*entry}:
         return fnmatch.fnmatchcase(name, entry)
     return f".{entry}." in f".{name}."
 
@@ -103,12 +102,12 @@ def matches_any(name: str, entries: Iterable[str]) -> bool:
 
 
 def pattern_of(names: Iterable[str]) -> str:
-    """One regular expression for the whole name of every module that `names` mean, as in `name_matches`."""
+    """One regular expression for the whole names matched by `names`, as in `name_matches`."""
     return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, names))})(?:\..*)?"
 
 
 def check_entries(entries: Iterable[str], where: str) -> tuple[str, ...]:
-    """The entries of a list of names, as a tuple. Raises `ValueError` for one string, whose letters would be names."""
+    """The entries of a list of names, as a tuple. Raises `ValueError` for a single string, a sequence of letters."""
     if isinstance(entries, str):
         raise ValueError(f"{where}={entries!r} must be a list of names. Pass [{entries!r}].")
     return tuple(entries)
@@ -116,14 +115,13 @@ def check_entries(entries: Iterable[str], where: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Which linear layers of a model are NVFP4: those that `targets` means, but for those that `ignore` means.
+    """The NVFP4 layers of a model: the linear layers matched by `targets` and not by `ignore`.
 
     Args:
-        layout: how their weights lie on disk, a key of `LAYOUTS`; None: dense, they are quantized while they are
-            loaded.
+        layout: layout of the weights on disk, a key of `LAYOUTS`; None: dense, quantized while loading.
         ignore: entries as in `name_matches`.
         targets: compressed-tensors' notation: the class name "Linear", or entries as in `name_matches`.
-        fp8: entries as in `name_matches`, of layers that lie there as FP8 (`format.dequantize_fp8`) and are dense here.
+        fp8: entries as in `name_matches`, of FP8 layers on disk (`format.dequantize_fp8`), dense in memory.
     """
 
     layout: str | None = None
@@ -132,34 +130,34 @@ class Selection:
     fp8: tuple[str, ...] = ()
 
     def is_fp8(self, name: str) -> bool:
-        """Whether the linear layer `name` lies there as FP8."""
+        """True if the linear layer `name` is FP8 on disk."""
         return bool(self.fp8) and matches_any(name, self.fp8) and not matches_any(name, self.ignore)
 
     def without(self, entries: Iterable[str]) -> "Selection":
-        """The same, with more entries on the ignore list."""
+        """Copy with more entries on the ignore list."""
         return dataclasses.replace(self, ignore=(*self.ignore, *entries))
 
     def is_quantized(self, name: str, columns: int) -> bool:
-        """Whether the linear layer `name` with `columns` input features is NVFP4. Output heads never are, nor rows that
-        do not divide into blocks.
+        """True if the linear layer `name` with `columns` input features is NVFP4. Output heads never are, nor rows not
+        divisible into blocks.
         """
         if name in DECODER.heads or matches_any(name, self.ignore) or self.is_fp8(name):
             return False
-        targeted = any(target == "Linear" or name_matches(name, target) for target in self.targets)
+        targeted = "Linear" in self.targets or matches_any(name, self.targets)
         return targeted and columns % BLOCK_SIZE == 0
 
 
 def linears_to_quantize(
     model: "PreTrainedModel", selection: Selection
 ) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
-    """(linear layers that become NVFP4, linear layers that stay dense) of a transformers model, by name.
+    """(linear layers to become NVFP4, dense linear layers) of a transformers model, by name.
 
-    Besides what `selection` leaves out, dense stay the output head, linears whose weight is tied, what the model's
-    class keeps in float32, subclasses of `nn.Linear`, widths that are no multiple of the block, and, where the
-    checkpoint is dense, what `architectures.dense_by_default` names.
+    Dense, besides the exclusions of `selection`: the output head, linears with a tied weight, layers kept in float32 by
+    the model's class, subclasses of `nn.Linear`, widths that are no multiple of the block, and, in a dense checkpoint,
+    `architectures.dense_by_default`.
 
     Raises:
-        `ValueError`: no layer is left to quantize, or the model has experts that are not left dense by name.
+        `ValueError`: no layer is left to quantize, or the model has experts not excluded by name.
     """
     quantized, dense = divided(model, selection)
     if not quantized:
@@ -170,14 +168,15 @@ def linears_to_quantize(
     experts = [name for name in expert_tensors(model) if not matches_any(name, selection.ignore)]
     if experts:
         raise ValueError(
-            f"{type(model).__name__} has experts (e.g. {experts[0]!r}), which qerl_trl neither quantizes nor reads packed. "
-            "Start from the unquantized model, with NVFP4Config(modules_to_not_convert=['experts']) and use_vllm=False."
+            f"{type(model).__name__} has experts (e.g. {experts[0]!r}), which qerl_trl neither quantizes nor reads "
+            "packed. Start from the unquantized model, with NVFP4Config(modules_to_not_convert=['experts']) and "
+            "use_vllm=False."
         )
     return quantized, dense
 
 
 def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
-    """As `linears_to_quantize`, of any model: also of one that cannot be quantized."""
+    """`linears_to_quantize` for any model, without raising."""
     head = model.get_output_embeddings()
     kept = [name for name, module in model.named_modules() if head is not None and module is head]
     kept += [name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair]
@@ -200,7 +199,7 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
 
 
 def expert_tensors(model: nn.Module) -> list[str]:
-    """Names of the parameters in which a model has the weights of all experts of a layer."""
+    """Names of the parameters with the weights of all experts of a layer."""
     return [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "expert" in name]
 
 
@@ -215,8 +214,8 @@ _START_DENSE = "Start from the unquantized model; it is quantized while loading.
 def parse_quantization_config(config: Mapping[str, Any], where: str) -> Selection:
     """Read the `quantization_config` of a checkpoint (or ModelOpt's hf_quant_config.json). `where` names it in errors.
 
-    Raises `ValueError` for everything that is not plain NVFP4 weights: other methods and formats, mixed precision,
-    transformed or activation-only quantization.
+    Raises `ValueError` for anything but plain NVFP4 weights: other methods and formats, mixed precision, transformed or
+    activation-only quantization.
     """
     method = config.get("quant_method")
     if method == "compressed-tensors":
@@ -249,7 +248,7 @@ def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selectio
 
 
 def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
-    """Also of ModelOpt's AutoQuantize: `quantized_layers` has each layer's algorithm; other layers are dense."""
+    """Also for ModelOpt's AutoQuantize: `quantized_layers` has each layer's algorithm; other layers are dense."""
     mixed = config.get("quant_algo") == "MIXED_PRECISION"
     layers = (config.get("quantized_layers") or {}) if mixed else {"Linear": config}
     fp8 = tuple(name for name, layer in layers.items() if mixed and layer.get("quant_algo") == "FP8")
@@ -279,7 +278,7 @@ def _tell_of_activations(groups: Mapping[str, Mapping[str, Any]], where: str) ->
 
 
 def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` that we save: compressed-tensors NVFP4A16 on every Linear but `ignore`."""
+    """The saved `quantization_config`: compressed-tensors NVFP4A16 on every Linear but `ignore`."""
     weights = {
         "num_bits": 4,
         "type": "float",

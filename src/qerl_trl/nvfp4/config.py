@@ -1,18 +1,15 @@
-"""`NVFP4Config`, and loading a model in NVFP4 whatever the checkpoint holds.
+"""`NVFP4Config`, and loading of a model in NVFP4 from any checkpoint.
 
-A bf16 checkpoint is quantized while it is loaded, tensor by tensor, on the device where the layer will live:
+A bf16 checkpoint is quantized while loading, tensor by tensor, on the layer's device:
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-3B-Instruct", quantization_config=NVFP4Config())
 
-A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) has a `quantization_config`, which transformers does
-not let anyone replace. `from_pretrained` reads either kind; where another library calls transformers'
-`from_pretrained`, pass it the arguments from `pretrained_kwargs`, or the configuration from `load_config`.
+An NVFP4 checkpoint (compressed-tensors or ModelOpt) has its own `quantization_config`, fixed in transformers.
+`from_pretrained` reads either kind; for another library's call of transformers' `from_pretrained`, use the arguments
+from `pretrained_kwargs`, or the configuration from `load_config`.
 
-`model.save_pretrained` always writes compressed-tensors: stock transformers, vLLM and llm-compressor open it without
-this package.
-
-Not transformers' own `NVFP4Config` (method "nvfp4", inference on Blackwell): ours is the method "qerl_nvfp4", in memory
-only.
+`model.save_pretrained` always writes compressed-tensors, readable by stock transformers, vLLM and llm-compressor. Our
+method "qerl_nvfp4" exists in memory only, and is not transformers' `NVFP4Config` ("nvfp4", inference on Blackwell).
 """
 
 import copy
@@ -39,7 +36,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..support.files import named_in_errors
-from . import checkpoints, headers, quantizer  # noqa: F401  (its decorator registers the quantizer of this configuration)
+from . import checkpoints, headers, quantizer  # noqa: F401  (registers the quantizer)
 from .format import SCALE_RULES
 
 logger = logging.get_logger(__name__)
@@ -50,18 +47,17 @@ logger = logging.get_logger(__name__)
 
 @register_quantization_config(checkpoints.METHOD)
 class NVFP4Config(QuantizationConfigMixin):
-    """How to quantize a model to NVFP4 weights (W4A16) while loading it.
+    """Configuration for quantizing a model to NVFP4 weights (W4A16) while loading.
 
     Args:
         scale_rule: "rtn" (plain rounding, the QeRL paper), "four_over_six" or "neighbor_sweep" (see `qerl_trl.nvfp4`).
         modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings: whole
             dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular
             expressions ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
-        compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
-        source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
-        source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by
-            `load_config`.
-        source_fp8: which of its modules are FP8, and become dense (`format.dequantize_fp8`). Set by `load_config`.
+        compute_dtype: dtype of the matmuls and of all unquantized tensors; the model's `dtype`.
+        source_format: layout of a quantized checkpoint, None for a dense one. Set by `load_config`.
+        source_targets: quantized modules of such a checkpoint, in compressed-tensors' notation. Set by `load_config`.
+        source_fp8: its FP8 modules, which become dense (`format.dequantize_fp8`). Set by `load_config`.
     """
 
     def __init__(
@@ -83,7 +79,7 @@ class NVFP4Config(QuantizationConfigMixin):
         self.source_format = source_format
         self.source_targets = ["Linear"] if source_targets is None else list(source_targets)
         self.source_fp8 = list(source_fp8 or ())
-        self._dense_linears: list[str] | None = None  # known once a model was seen
+        self._dense_linears: list[str] | None = None  # set by linears_to_quantize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -91,35 +87,31 @@ class NVFP4Config(QuantizationConfigMixin):
 
     @property
     def selection(self) -> checkpoints.Selection:
-        """Which layers are quantized."""
+        """The choice of quantized layers."""
         names = (self.modules_to_not_convert, self.source_targets, self.source_fp8)
         return checkpoints.Selection(self.source_format, *map(tuple, names))
 
     @property
     def dense_linears(self) -> list[str] | None:
-        """Names of the linear layers that stay dense, sorted; None before `linears_to_quantize` has seen a model."""
+        """Sorted names of the dense linear layers; None before `linears_to_quantize` has seen a model."""
         return self._dense_linears
 
     def linears_to_quantize(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
-        """The linear layers of `model` that become (or are) NVFP4, by name; the others are noted for config.json."""
-        if self.source_format is None:
-            self._warn_unmatched(model)
+        """The NVFP4 linear layers of `model`, by name; the dense ones are noted for config.json."""
+        names = [*dict(model.named_modules()), *dict(model.named_parameters())]
+        for entry in self.modules_to_not_convert if self.source_format is None else ():
+            if not any(checkpoints.name_matches(name, entry) for name in names):
+                logger.warning(f"modules_to_not_convert: {entry!r} matches no module of {type(model).__name__}.")
         quantized, dense = checkpoints.linears_to_quantize(model, self.selection)
         self._dense_linears = sorted(dense)
         return quantized
 
-    def _warn_unmatched(self, model: PreTrainedModel) -> None:
-        names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-        for entry in self.modules_to_not_convert:
-            if not any(checkpoints.name_matches(name, entry) for name in names):
-                logger.warning(f"modules_to_not_convert: {entry!r} matches no module of {type(model).__name__}.")
-
     def options(self) -> dict[str, Any]:
-        """The constructor's arguments, with `quant_method`: what `from_dict` takes back."""
+        """The constructor's arguments, with `quant_method`, for `from_dict`."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def to_dict(self) -> dict[str, Any]:
-        """What goes into config.json: compressed-tensors' description, readable without this package."""
+        """The entry in config.json: compressed-tensors' description, readable without this package."""
         ignore = self.modules_to_not_convert if self.dense_linears is None else self.dense_linears
         return checkpoints.compressed_tensors_config(ignore)
 
@@ -160,12 +152,11 @@ def load_config(
 ) -> PretrainedConfig:
     """`AutoConfig.from_pretrained`, with an NVFP4 checkpoint's `quantization_config` replaced by ours.
 
-    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain
-    configuration comes back.
+    Pass the result as `config=` to any `from_pretrained`. The configuration of a dense checkpoint is unchanged.
 
     Args:
         model_id: folder or Hub repository.
-        quantization_config: `compute_dtype` and further `modules_to_not_convert` are taken from it.
+        quantization_config: source of `compute_dtype` and further `modules_to_not_convert`.
         kwargs: `revision`, `token`, `subfolder`, `trust_remote_code`, ... for `AutoConfig.from_pretrained`.
     """
     if quantization_config is not None and not isinstance(quantization_config, NVFP4Config):
@@ -192,17 +183,17 @@ def load_config(
 
 
 def quantization_of(config: PretrainedConfig) -> Any:
-    """The `quantization_config` of a model's configuration, `None` where it has none."""
+    """The `quantization_config` of a model's configuration, or `None`."""
     return getattr(config, "quantization_config", None)
 
 
 def stored_quantization(
     model_id: str | os.PathLike, config: PretrainedConfig | None = None, **kwargs: Any
 ) -> tuple[dict[str, Any] | None, str]:
-    """How the weights of a checkpoint are quantized, as it says itself (`None`: not at all), and in which file.
+    """(a checkpoint's own description of its quantization or `None`, the file with it).
 
     Args:
-        config: its configuration, where that is loaded already.
+        config: its configuration, if already loaded.
         kwargs: as for `load_config`.
     """
     if config is None:
@@ -217,13 +208,13 @@ def stored_quantization(
 def pretrained_kwargs(
     model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Arguments for `AutoModelForCausalLM.from_pretrained(model_id, ...)` that give an NVFP4 model.
+    """Arguments of `AutoModelForCausalLM.from_pretrained(model_id, ...)` for an NVFP4 model.
 
     `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for
     `load_config`.
 
     Raises:
-        `ValueError`: what lies in a folder is no whole checkpoint (see `headers.read_folder`); a file is named.
+        `ValueError`: incomplete checkpoint (see `headers.read_folder`); the message names a file.
     """
     if os.path.isdir(model_id):
         headers.read_folder(Path(model_id, kwargs.get("subfolder") or ""))
@@ -234,7 +225,7 @@ def pretrained_kwargs(
 
 
 def auto_class_of(config: PretrainedConfig, architecture: str | None = None) -> Any:
-    """The auto class that loads a checkpoint as TRL does: as its configuration names it, with a vision tower if any.
+    """The auto class used by TRL for a checkpoint: from its configuration, with a vision tower if any.
 
     Args:
         architecture: name of the class; by default the configuration's first.
@@ -254,10 +245,10 @@ def from_pretrained(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository), by
-    default as the class that TRL loads it as ([`auto_class_of`]).
+    default as the class chosen by TRL ([`auto_class_of`]).
 
-    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...), and to the
-    model's configuration what it has (`num_labels`, ...), as in transformers.
+    As in transformers, `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`,
+    ...) or, for its fields (`num_labels`, ...), to the model's configuration.
     """
     hub = {
         key: kwargs[key]
@@ -269,7 +260,7 @@ def from_pretrained(
         given = copy.deepcopy(kwargs["config"])
         given.quantization_config = chosen["config"].quantization_config
         chosen["config"] = given
-    elif "config" in chosen:  # transformers does it to a configuration that it reads itself
+    elif "config" in chosen:  # transformers does it for configurations that it reads
         known = chosen["config"].to_dict().keys() - {"dtype"} | {"num_labels"}
         chosen["config"].update({key: kwargs.pop(key) for key in known & kwargs.keys()})
     if model_class is None:
@@ -279,7 +270,7 @@ def from_pretrained(
 
 
 def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, Any] | None:
-    """hf_quant_config.json, where older ModelOpt exports describe the quantization instead of in config.json."""
+    """hf_quant_config.json, the quantization of older ModelOpt exports without an entry in config.json."""
     name = "hf_quant_config.json"
     if os.path.isdir(model_id):
         path = Path(model_id, kwargs.get("subfolder") or "", name)
@@ -287,5 +278,5 @@ def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, A
     hub = {key: kwargs[key] for key in ("revision", "token", "subfolder", "cache_dir") if kwargs.get(key)}
     try:
         return json.loads(Path(hf_hub_download(str(model_id), name, **hub)).read_text())
-    except EntryNotFoundError:  # also its subclass for "not in the cache, and offline"
+    except EntryNotFoundError:  # or its subclass for "not in the cache, and offline"
         return None

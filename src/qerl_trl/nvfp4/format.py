@@ -1,6 +1,6 @@
-"""NVFP4: four bits a weight, explained and implemented in plain PyTorch. The reference for every kernel.
+"""NVFP4: four bits per weight, explained and implemented in plain PyTorch. The reference for every kernel.
 
-**The element.** A 4-bit float `E2M1`: one sign bit, two exponent bits, one mantissa bit. It can say eight magnitudes:
+**The element.** A 4-bit float `E2M1`: one sign bit, two exponent bits, one mantissa bit, so eight magnitudes:
 
     code & 7     0    1    2    3    4    5    6    7           code & 8 is the sign
     magnitude    0   0.5   1   1.5   2    3    4    6           (code 8 is minus zero)
@@ -10,42 +10,41 @@ On its own this grid is useless for a weight of 0.013, hence two scales.
 
 **Two scales.** Sixteen neighbours along a row (along the *input* dimension K) form a block with one 8-bit float `E4M3`
 as its scale (4 exponent bits, 3 mantissa bits, 2^-9 ... 448, no infinity). All blocks of a tensor share one float32,
-the *global scale*, which brings the block scales into E4M3's range. With `N` output rows, `K` input columns:
+the *global scale*, to bring the block scales into E4M3's range. With `N` output rows, `K` input columns:
 
     W[n, k]  =  e2m1(code[n, k]) * e4m3(block_scale[n, k // 16]) / global_scale
 
-The global scale **divides**: that is the convention of compressed-tensors, the layout we read and write. ModelOpt
-stores the reciprocal and multiplies; `qerl_trl.nvfp4.checkpoints` converts. 4 bits + 8/16 bits = 4.5 bits a weight,
-0.5625 bytes.
+The global scale **divides**, as in compressed-tensors, the layout on disk. ModelOpt stores the reciprocal and
+multiplies; `qerl_trl.nvfp4.checkpoints` converts. 4 bits + 8/16 bits = 4.5 bits per weight, 0.5625 bytes.
 
-**In memory.** Two codes a byte, the even column in the low nibble, plain row-major (nothing is swizzled, so a row slice
-of a matrix is the matrix of these rows):
+**In memory.** Two codes per byte, the even column in the low nibble, plain row-major (nothing is swizzled, so a row
+slice of a matrix is the matrix of these rows):
 
     packed        uint8   (N, K/2)     byte j of a row = code[2j] | code[2j+1] << 4
     block_scale   uint8   (N, K/16)    the E4M3 bit patterns (uint8: nothing casts or averages it by accident)
     global_scale  float32 (1,)
 
-**A worked example.** A block whose largest magnitude is 0.3, in a tensor whose largest is 1.2. Ideal global scale: the
-block holding 1.2 should get the largest block scale, 1.2 = 6 * 448 / g, so g = 2688 / 1.2 = 2240. We round it *down* to
-a power of two, g = 2048. Block scale: 0.3 should become code 7 (= 6), so s = 0.3 / 6 * 2048 = 102.4, of which E4M3
-stores 104. The block's unit is 104 / 2048 = 0.05078. The weight 0.1 is 1.969 units; the nearest code is 4 (= 2): stored
-as 0.1016. The weight 0.3 is 5.9 units, code 7: 0.3047. The weight 0.01 is 0.197 units, code 0.
+**A worked example.** A block with largest magnitude 0.3, in a tensor with largest magnitude 1.2. Ideal global scale:
+the block with 1.2 should get the largest block scale, 1.2 = 6 * 448 / g, so g = 2688 / 1.2 = 2240. We round it *down*
+to a power of two, g = 2048. Block scale: 0.3 should become code 7 (= 6), so s = 0.3 / 6 * 2048 = 102.4, stored in E4M3
+as 104. The block's unit is 104 / 2048 = 0.05078. The weight 0.1 is 1.969 units; the nearest code is 4 (= 2): stored as
+0.1016. The weight 0.3 is 5.9 units, code 7: 0.3047. The weight 0.01 is 0.197 units, code 0.
 
 **Why a power of two.** e2m1 * e4m3 has at most 6 significant bits, so with a power-of-two global scale every
-dequantized weight is exact in bfloat16, and moving block scales to another global scale (so that q, k and v can share
-one) is an exponent shift: exact. It costs at most 0.21 % of mean squared error. For the same reason our block scales
-never go below 2^-6, the smallest *normal* E4M3 number: the Marlin kernels flush subnormal ones to zero.
+dequantized weight is exact in bfloat16, and moving block scales to another global scale (for one shared by q, k and v)
+is an exponent shift: exact. It costs at most 0.21 % of mean squared error. For the same reason our block scales never
+go below 2^-6, the smallest *normal* E4M3 number: the Marlin kernels flush subnormal ones to zero.
 
 **Choosing the block scale** (`scale_rule`):
 
-    "rtn"             s = amax / 6, rounded to nearest. Plain rounding, what the QeRL paper does.
+    "rtn"             s = amax / 6, rounded to nearest. Plain rounding, as in the QeRL paper.
     "four_over_six"   also tries s = amax / 4 and keeps the better one: the codes' grid is denser below 4 than above
                       (https://arxiv.org/abs/2512.02010). 8 to 16 % less squared error than rtn.
     "neighbor_sweep"  also tries the 8 E4M3 neighbours on each side. 15 to 27 % less error than rtn, 20 times slower.
 
-Less squared error is not more accuracy: that needs an evaluation. Hence rtn stays the reference point.
+Less squared error does not imply more accuracy, so rtn stays the reference until an evaluation shows otherwise.
 
-**What is not done.** No activation quantization (weights only, W4A16), no Hadamard rotation, no calibration data, no
+**Not implemented.** No activation quantization (weights only, W4A16), no Hadamard rotation, no calibration data, no
 stochastic rounding, no swizzled scale layout for Blackwell tensor cores, no gradient with respect to the weight: the
 base stays frozen.
 
@@ -63,14 +62,14 @@ SCALE_RULES = ("rtn", "four_over_six", "neighbor_sweep")
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-#: smallest block scale we write: 2^-6, E4M3's smallest normal number (bit pattern 0x08)
+#: smallest block scale written: 2^-6, E4M3's smallest normal number (bit pattern 0x08)
 MIN_BLOCK_SCALE = 2.0**-6
 _MIN_BLOCK_CODE, _MAX_BLOCK_CODE = 0x08, 0x7E
-#: largest power-of-two global scale: keeps 0.5 * 2^-6 / g a normal number in bfloat16 (2^-107), whatever the weights
+#: largest power-of-two global scale: keeps 0.5 * 2^-6 / g a normal number in bfloat16 (2^-107), for any weights
 _MAX_GLOBAL_EXPONENT = 100
 _SWEEP_RADIUS = 8
 
-#: weights handled at once: small enough for the second-level cache of a CPU, large enough to fill a GPU
+#: weights per chunk: small enough for the second-level cache of a CPU, large enough to fill a GPU
 _CHUNK_WEIGHTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
@@ -100,11 +99,11 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid_exponent(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float32 bits of 2^e (int32), and the addend that rounds to the grid; magnitude float32 in [0, 6].
+    """The float32 bits of 2^e (int32), and the addend for rounding to the grid; magnitude float32 in [0, 6].
 
-    Within [2^e, 2^(e+1)) the grid step is 2^(e-1), so adding 2^(e+22), a float32 whose last bit is worth exactly that
-    step, leaves magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the step is
-    that of e = 0.
+    Within [2^e, 2^(e+1)) the grid step is 2^(e-1). The last bit of 2^(e+22) in float32 is worth exactly one step, so
+    adding it leaves magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the
+    step is that of e = 0.
     """
     exponent = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
     return exponent, (exponent + (22 << 23)).view(torch.float32)
@@ -117,13 +116,13 @@ def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte: uint8 (..., K) -> uint8 (..., K/2), even column in the low nibble. K must be even."""
+    """Two codes per byte: uint8 (..., K) -> uint8 (..., K/2), even column in the low nibble. K must be even."""
     pairs = codes.contiguous().view(torch.int16)  # even | odd << 8
     return pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack`: uint8 (..., K/2) -> uint8 (..., K), one code a byte."""
+    """The inverse of `pack`: uint8 (..., K/2) -> uint8 (..., K), one code per byte."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
@@ -133,8 +132,8 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 def power_of_two_global_scale(amax: torch.Tensor | float) -> torch.Tensor:
     """Largest power of two g with g * amax <= 2688 = 6 * 448, as float32 (1,) on `amax`'s device.
 
-    `amax` is the largest magnitude of the tensor (or of the group that shares the scale). 0 (an all-zero tensor) gives
-    1. Raises `ValueError` when it is not finite.
+    `amax` is the largest magnitude of the tensor (or of a group with one scale). 0 (an all-zero tensor) gives 1. Raises
+    `ValueError` if it is not finite.
     """
     amax = torch.as_tensor(amax, dtype=torch.float32).reshape(1)
     if not bool(torch.isfinite(amax)):
@@ -152,9 +151,8 @@ def rescale(
 ) -> tuple[torch.Tensor, bool]:
     """Move block scales from one global scale to another: uint8 (N, B) -> (uint8 (N, B), exact).
 
-    `exact` says that every scale still stands for the same unit, block_scale / global_scale, bit for bit; then no code
-    has to change. It is so when the quotient of the global scales is a power of two and no block scale leaves [2^-6,
-    448]; ones that do are clamped.
+    `exact`: every unit block_scale / global_scale is unchanged bit for bit, so the codes stay valid. True if the
+    quotient of the global scales is a power of two and all block scales stay in [2^-6, 448]; others are clamped.
     """
     old = decode_scale(block_scale)
     old_global, new_global = old_global_scale.to(old.device).reshape(1), new_global_scale.to(old.device).reshape(1)
@@ -204,14 +202,14 @@ def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: tor
 def dequantize(
     packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """The dense matrix (N, K) of a quantized one, bit for bit what compressed-tensors' own decompression gives.
+    """The dense matrix (N, K) of a quantized one, bit for bit equal to compressed-tensors' own decompression.
 
     In float32: e2m1 * (e4m3 / global_scale), then one rounding to `dtype`.
 
     Args:
         packed: uint8 (N, K/2).
         block_scale: uint8 bit patterns or float8_e4m3fn, (N, K/16).
-        global_scale: float32 (1,), or (N,) with one divisor per row (fused layers whose parts keep their own scale).
+        global_scale: float32 (1,), or (N,) with one divisor per row (fused layers with separate scales).
     """
     rows, columns = packed.shape[0], packed.shape[1] * 2
     device = packed.device
@@ -233,7 +231,7 @@ def _quantize_rows(
     """(packed, block_scale) of a few rows."""
     weight_RB16 = weight_RK.to(torch.float32).reshape(weight_RK.shape[0], -1, BLOCK_SIZE)
     amax_RB = weight_RB16.abs().amax(-1)
-    # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds differently
+    # divide by a tensor: for a number CUDA multiplies by the reciprocal, rounded differently
     code_RB = _round_scale(amax_RB / torch.full_like(global_scale, E2M1_MAX) * global_scale)
     if scale_rule == "four_over_six":
         code_RB = _best_scale(weight_RB16, global_scale, [code_RB, _round_scale(amax_RB / 4.0 * global_scale)])
@@ -308,13 +306,13 @@ def _pair_values(device: torch.device) -> torch.Tensor:
 
 # --- FP8 layers of a mixed ModelOpt checkpoint ------------------------------------------------------------------------
 
-#: rows that are decoded at a time: their table indices take four bytes each
+#: rows per chunk: their table indices take four bytes each
 _ROWS = 1024
 
 
 @torch.no_grad()
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(N, K) in `dtype` of codes (N, K) float8_e4m3fn and one float32 scale, which multiplies. On the codes' device."""
+    """Decode (N, K) float8_e4m3fn with one float32 scale (multiplied) to `dtype`, on the codes' device."""
     codes = torch.arange(256, dtype=torch.uint8, device=weight.device).view(torch.float8_e4m3fn)
     table = (codes.to(torch.float64) * scale.to(weight.device, torch.float64).reshape(())).to(dtype)
     return torch.cat([table[rows.int()] for rows in weight.view(torch.uint8).split(_ROWS)])

@@ -1,4 +1,4 @@
-"""q/k/v and gate/up layers with one storage and one global scale, so that vLLM's fused layer can be that storage.
+"""One storage and one global scale for q/k/v and gate/up layers, shared with vLLM's fused layer.
 
 vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is
 row-major and not swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers
@@ -32,7 +32,7 @@ def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4L
                 yield parent_name, list(zip(group, layers, strict=True))
 
 
-#: what may lie idle in torch's allocator while layers are fused
+#: most idle bytes in torch's allocator while fusing
 CACHED_BYTES = 2**29
 
 
@@ -41,10 +41,9 @@ def fuse_storage(model: nn.Module) -> int:
     """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Idempotent.
 
     Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in the group's order. The
-    shared global scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two
-    scales that we write, but for blocks so small that their scale would fall below 2^-6: those are rounded again. A
-    foreign checkpoint's layers whose scales cannot be moved exactly keep their own, so that its weights stay bit for
-    bit what they were.
+    shared global scale is the smallest one (the largest weights decide). The move is exact for our power-of-two scales,
+    except for blocks with a new scale below 2^-6: those are rounded again. A foreign checkpoint's layers keep their own
+    scales if an exact move is impossible, so their weights never change.
     """
     groups = 0
     for _, members in fused_groups(model):
@@ -61,22 +60,21 @@ def fuse_storage(model: nn.Module) -> int:
 @torch.no_grad()
 def one_storage(layers: list[NVFP4Linear]) -> None:
     """Make the packed weights and block scales row slices of one tensor each. Global scales stay."""
-    rows = sum(layer.out_features for layer in layers)
     for attribute in ("weight_packed", "weight_scale"):
         parts = [layer.get_parameter(attribute) for layer in layers]
         fused = torch.cat([part.detach() for part in parts])
         for part, view in zip(parts, fused.split([part.shape[0] for part in parts]), strict=True):
             part.data = view
     for layer in layers:
-        layer.fused_rows = rows
+        layer.fused_rows = fused.shape[0]
     give_back_cached(layers[0].weight_packed.device)
 
 
 def give_back_cached(device: torch.device) -> None:
-    """Return to the GPU what torch keeps of freed tensors, once it is more than `CACHED_BYTES`.
+    """Free torch's cached GPU memory above `CACHED_BYTES`.
 
-    Fusing frees two or three blocks per group, none of which is large enough for the next group: kept, they add up to
-    the weights once more.
+    Fusing frees two or three blocks per group, all too small for the next group: cached, they add up to another copy of
+    the weights.
     """
     if device.type != "cuda":
         return
@@ -85,7 +83,7 @@ def give_back_cached(device: torch.device) -> None:
 
 
 def share_global_scale(layers: list[NVFP4Linear]) -> bool:
-    """Give the layers one global scale, or, when that would change a foreign checkpoint's weights, return False."""
+    """Give the layers one global scale; return False instead of changing a foreign checkpoint's weights."""
     scales = torch.cat([layer.global_scale for layer in layers])
     shared = scales.amin().reshape(1)
     if bool((scales == shared).all()):
@@ -107,11 +105,11 @@ def share_global_scale(layers: list[NVFP4Linear]) -> bool:
     return True
 
 
-# --- matrices as the engine multiplies them ---------------------------------------------------------------------------
+# --- matrices of the engine's products --------------------------------------------------------------------------------
 
 
 class Matrix(NamedTuple):
-    """Packed layers that the engine multiplies as one, and the number of such matrices in the model."""
+    """Packed layers multiplied as one by the engine, and the number of such matrices in the model."""
 
     layers: tuple[str, ...]
     rows: tuple[int, ...]
@@ -124,7 +122,7 @@ class Matrix(NamedTuple):
 
 
 def packed_matrices(model: nn.Module) -> list[Matrix]:
-    """The different packed matrices of a model, which may be on the meta device."""
+    """The distinct packed matrices of a model, possibly on the meta device."""
     found: dict[tuple[tuple[str, ...], tuple[int, ...], int], int] = {}
     grouped: set[int] = set()
     for _, members in fused_groups(model):
@@ -142,10 +140,9 @@ def packed_matrices(model: nn.Module) -> list[Matrix]:
 
 
 def matrices_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """{name: (rows, columns, layers in it, each with an adapter)} of the different packed matrices.
+    """{name: (rows, columns, layers in it, each with an adapter)} of the distinct packed matrices.
 
-    A name tells the layers of a decoder block that are in it ("q_proj + k_proj + v_proj"), and how many such matrices
-    there are.
+    A name lists the matrix's layers in a decoder block ("q_proj + k_proj + v_proj"), and the number of such matrices.
     """
     return {matrix.name: (sum(matrix.rows), matrix.columns, len(matrix.rows)) for matrix in packed_matrices(model)}
 
@@ -157,7 +154,7 @@ def selected_for_matrices(
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> list[str]:
-    """One line per matrix {name: (rows, columns[, layers])}: which kernel up to how many tokens, and why."""
+    """One line per matrix {name: (rows, columns[, layers])}: the kernel for each number of tokens, and the reason."""
     kernels = kernels_for(torch.device(device))
     if kernels is None:
         return []
@@ -165,7 +162,7 @@ def selected_for_matrices(
 
 
 def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = False) -> list[str]:
-    """The same for the packed matrices of a model, with an adapter of this rank (0: none)."""
+    """[`selected_for_matrices`] for a model's packed matrices, with an adapter of this rank (0: none)."""
     layer = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
     if layer is None:
         return []
@@ -174,7 +171,7 @@ def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = 
 
 
 def measured_by_the_user(device: torch.device) -> tuple[list[str], str]:
-    """What `qerl-trl tune` has kept for this GPU, one line per matrix, and what is wrong with it ("": nothing)."""
+    """(results of `qerl-trl tune` for this GPU, one line per matrix; the problem with them, or "")."""
     kernels = kernels_for(device)
     if kernels is None:
         return [], ""

@@ -1,8 +1,8 @@
-"""What the safetensors files of a checkpoint hold, and whether it is what the model needs.
+"""Contents of a checkpoint's safetensors files, compared with the model.
 
 safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_dense_headers`] and
-[`check_headers`] compare names, dtypes and shapes with the model before anything is loaded, [`check_scales`] and
-[`check_finite`] look at values.
+[`check_headers`] compare names, dtypes and shapes with the model before loading, [`check_scales`] and [`check_finite`]
+check values.
 """
 
 import json
@@ -21,7 +21,7 @@ from .architectures import DECODER
 from .checkpoints import Layout
 from .format import BLOCK_SIZE
 
-#: safetensors' names of the dtypes that models have
+#: safetensors' dtype names -> torch dtypes
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -36,15 +36,15 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-#: scales of activations and of the KV cache: a W4A16 reader needs none of them
+#: scales of activations and of the KV cache, unused by a W4A16 reader
 IGNORED_SUFFIXES = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
-#: a smaller divisor than this would mean weights above 170,000, which no model has
+#: a smaller divisor implies weights above 170,000, far from any real model
 _SMALLEST_DIVISOR = 1 / 64
 _PIECE_BYTES = 1 << 22
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a safetensors file: its name, where it is, safetensors' name of its dtype, and its shape."""
+    """One tensor of a safetensors file: name, file and position, safetensors' dtype name, and shape."""
 
     name: str
     file: Path
@@ -56,7 +56,7 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * torch_dtype(self).itemsize
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """The tensor in slices of about `size` bytes along its first dimension, mapped from the file."""
+        """Slices of about `size` bytes along the first dimension, mapped from the file."""
         with safe_open(self.file, framework="pt") as stored:
             if not self.nbytes or not self.shape:
                 yield stored.get_tensor(self.name)
@@ -81,8 +81,8 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
         except (SafetensorError, OSError) as error:
             size = file.stat().st_size if file.is_file() else 0
             raise ValueError(
-                f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download it "
-                "again."
+                f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download "
+                "it again."
             ) from error
         for name, part in slices.items():
             tensors[name] = TensorInfo(name, file, part.get_dtype(), tuple(part.get_shape()))
@@ -93,12 +93,12 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
 
 
 def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Iterable[str]) -> None:
-    """Refuse modules that are going to be quantized and are packed already: transformers drops a ModelOpt configuration."""
+    """Refuse modules to quantize with packed tensors on disk: transformers drops a ModelOpt configuration."""
     for name in modules:
         if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
             raise ValueError(
-                f"{packed.file}: {name!r} is quantized already, and NVFP4Config is for unquantized weights. Load it with "
-                "**qerl_trl.pretrained_kwargs(model); config.json needs its quantization_config."
+                f"{packed.file}: {name!r} is quantized already, and NVFP4Config is for unquantized weights. Load it "
+                "with **qerl_trl.pretrained_kwargs(model); config.json needs its quantization_config."
             )
 
 
@@ -114,10 +114,10 @@ def check_headers(
 
     Args:
         tensors: from `read_headers`.
-        modules: the model's linears that the configuration says are NVFP4, by name.
-        dense: names of the linears that it says are not.
-        ignored: regular expressions for tensors that the model's class does not want (draft layers and the like).
-        fp8: the model's linears that the configuration says are FP8, by name.
+        modules: the model's NVFP4 linears by the configuration, by name.
+        dense: names of its dense linears.
+        ignored: regular expressions for tensors unwanted by the model's class (draft layers and the like).
+        fp8: the model's FP8 linears by the configuration, by name.
 
     Returns, for each NVFP4 or FP8 module of the *checkpoint*, its tensors by their last name component.
     """
@@ -172,7 +172,7 @@ def by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorIn
 
 
 def packed_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]:
-    """Names of the modules with at least one tensor that only NVFP4 layers of this layout have."""
+    """Names of the modules with at least one tensor specific to NVFP4 layers of this layout."""
     marks = {part for part in (layout.packed, layout.global_scale) if part != "weight"}
     return [name for name, parts in by_module(tensors).items() if marks & parts.keys()]
 
@@ -209,7 +209,7 @@ def _check_parts(
 
 
 def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tensor, layout: Layout, where: str) -> None:
-    """Refuse a packed layer whose block scales have a NaN, or whose global scale is none or its own reciprocal."""
+    """Refuse a packed layer with NaN block scales, or with an invalid or reciprocal global scale."""
     check_finite(f"{name}.{layout.block_scale}", block_scale, where)
     value = global_scale.item()
     positive = math.isfinite(value) and value > 0
@@ -223,7 +223,7 @@ def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tenso
 
 
 def require_finite(file: Path) -> None:
-    """Refuse a safetensors file with a floating tensor that is not finite throughout. Reads all of it, in pieces."""
+    """Refuse a safetensors file with a floating tensor that is not finite. Reads all of it, in pieces."""
     for info in read_headers([file]).values():
         if torch_dtype(info).is_floating_point:
             for piece in info.pieces(_PIECE_BYTES):
@@ -233,7 +233,7 @@ def require_finite(file: Path) -> None:
 def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | None = None) -> None:
     """Refuse a model with a parameter that is not finite. `where`: a tensor's name -> its file.
 
-    What this process does not have whole (sharded, offloaded) is left out.
+    Tensors not whole in this process (sharded, offloaded) are skipped.
     """
     for name, tensor in module.named_parameters():
         if not (tensor.is_meta or is_part(tensor)):
@@ -241,21 +241,21 @@ def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | N
 
 
 def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
-    """Refuse a tensor with a value that is no finite number. `where` it lies goes into the message."""
-    if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
+    """Refuse a tensor with a value that is not finite. `where`: its file, for the message."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    # one pass at memory speed, without a copy if the dtype has the operators
+    if tensor.dtype == torch.float8_e4m3fn:  # has NaN but no infinity
+        finite = int(tensor.view(torch.uint8).bitwise_and(0x7F).max()) < 0x7F
+    else:
+        low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN, if there is one
+        finite = math.isfinite(low.item()) and math.isfinite(high.item())
+    if not finite:
         number = int((~torch.isfinite(tensor.float())).sum())
         raise ValueError(
             f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can "
             "be computed with it. Download, export or train it again."
         )
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass, at the speed of memory and without a copy where a dtype has the operators for it."""
-    if tensor.dtype == torch.float8_e4m3fn:  # has NaN and no infinity
-        return int(tensor.view(torch.uint8).bitwise_and(0x7F).max()) < 0x7F
-    extremes = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN, where there is one
-    return all(math.isfinite(value.item()) for value in extremes)
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
@@ -279,7 +279,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would load: one whole, those that the index names, or all."""
+    """The files loaded by transformers: a single one, those in the index, or all."""
     index, whole = folder / INDEX_NAME, folder / "model.safetensors"
     if whole.is_file():
         return [whole]

@@ -1,11 +1,11 @@
-"""`NVFP4Linear`: a frozen linear layer whose weight exists only as packed NVFP4 bytes.
+"""`NVFP4Linear`: a frozen linear layer stored as packed NVFP4 bytes only.
 
     forward     y  = x W^T + b
     backward    dx = dy W           W is decoded again from the packed bytes: no dense weight is ever kept for backward
-                                    (nothing flows into W: the base is frozen, LoRA learns beside it)
+                                    (no gradient for W: the base is frozen, LoRA learns)
 
-The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device where they are available; everything else (CPU, fp32,
-no triton) takes the reference: dequantize, then `F.linear`. `describe` says which and why.
+The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device, if available; everything else (CPU, fp32, no triton)
+takes the reference: dequantize, then `F.linear`. `describe` gives the choice and its reason.
 
 The state is three `uint8` parameters, not float8 and not buffers: `.to(torch.bfloat16)`, FSDP2 mixed precision,
 DeepSpeed's `.bfloat16()` and the gloo collectives all mangle float8 or float32 parameters, and DDP broadcasts buffers
@@ -28,23 +28,22 @@ from .checkpoints import LAYOUTS
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
 from .view import DecodedWeight, read
 
-#: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written
+#: parameters of a layer's weight, in the order of `NVFP4Tensor`, with their names on disk
 PACKED = LAYOUTS["compressed-tensors"].tensors
 #: "decode" (by the kernel) and "reference" (plain PyTorch) decode the weight, to the same bits, for an ordinary product
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-#: "auto" leaves products of more tokens than this to cuBLAS: training has that many, decodes the weight for the
-#: gradient anyway, and its micro-batches are of every length, while each kernel for a range of lengths takes seconds to
-#: compile at its first launch
+#: "auto" uses cuBLAS above this: training decodes the weight for the gradient anyway, and has many lengths, while each
+#: kernel for a range of lengths takes seconds to compile
 _MOST_TOKENS = 128
 
 
-# --- which implementation ---------------------------------------------------------------------------------------------
+# --- choice of the implementation -------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _kernels(device: torch.device) -> tuple[ModuleType | None, str]:
-    """(the `qerl_nvfp4` package or None, why) for a device."""
+    """(the `qerl_nvfp4` package or None, reason) for a device."""
     if device.type != "cuda":
         return None, f"the kernels need a CUDA device, this is {device.type}"
     try:
@@ -57,12 +56,12 @@ def _kernels(device: torch.device) -> tuple[ModuleType | None, str]:
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """The `qerl_nvfp4` package where its kernels run on `device`."""
+    """The `qerl_nvfp4` package if its kernels run on `device`."""
     return _kernels(device)[0]
 
 
 def describe(device: torch.device | str) -> str:
-    """One line: which implementation NVFP4 linears use on `device`, and why."""
+    """One line: the implementation of NVFP4 linears on `device`, and the reason."""
     kernels, reason = _kernels(torch.device(device))
     return f"NVFP4 linear on {device}: {'reference (dequantize + matmul)' if kernels is None else 'kernels'}; {reason}"
 
@@ -80,7 +79,7 @@ def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> Modu
 
 
 def runs_a_kernel(device: torch.device, dtype: torch.dtype, tokens: int, implementation: str = "auto") -> bool:
-    """Whether a kernel computes a product of so many tokens from the packed bytes; else cuBLAS does."""
+    """True if a kernel multiplies this many tokens with the packed bytes, False for cuBLAS."""
     kernels = _pick(device, dtype, implementation)
     few = implementation == "kernel" or (implementation == "auto" and tokens <= _MOST_TOKENS)
     return kernels is not None and few
@@ -103,9 +102,8 @@ def decode_into(
 
 @contextlib.contextmanager
 def decoded_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, every NVFP4 layer decodes its weight and leaves the product to cuBLAS, as a training step of many tokens
-    does: it computes what training will, without the kernels for a few tokens, each of which takes seconds to compile
-    at its first launch."""
+    """Context in which every NVFP4 layer decodes its weight and uses cuBLAS, as in a training step of many tokens,
+    without the kernels for a few tokens and their seconds of compilation."""
     layers = [layer for layer in model.modules() if isinstance(layer, NVFP4Linear) and layer.implementation == "auto"]
     for layer in layers:
         layer.implementation = "decode"
@@ -129,7 +127,7 @@ def _forward(
 ) -> torch.Tensor:
     kernels = _pick(x.device, x.dtype, implementation)
     tokens = x.numel() // x.shape[-1]
-    # beyond the last length that the kernels choose for, their own choice is the same, in a buffer that is kept
+    # above the kernels' last length their own choice is the same, with a reused buffer
     many = implementation == "auto" and kernels is not None and _MOST_TOKENS < tokens <= kernels.select.cost.SIZES[-1]
     if kernels is not None and (many or implementation == "decode"):
         return F.linear(x, kernels.dequantize(packed, block_scale, global_scale, x.dtype), bias)
@@ -147,8 +145,8 @@ def _backward(
     return dy @ dequantize(packed, block_scale, global_scale, dy.dtype)
 
 
-# Under torch.compile the next two take their place: the kernels are registered operators, so a model compiles as one
-# graph. In eager code the dispatcher's tens of microseconds per call would count.
+# Under torch.compile the next two replace them: the kernels are registered operators, so a model compiles as one graph.
+# In eager code the dispatcher would cost tens of microseconds per call.
 
 
 def _traced_forward(
@@ -163,7 +161,7 @@ def _traced_forward(
 
     if implementation == "kernel":
         return qerl_nvfp4.linear(x, packed, block_scale, global_scale, bias)
-    # what is compiled trains, on many tokens: as `_forward` does with them
+    # compiled code trains, on many tokens: same choice as `_forward`
     return F.linear(x, qerl_nvfp4.dequantize(packed, block_scale, global_scale, x.dtype), bias)
 
 
@@ -211,12 +209,12 @@ def linear(
 
     x (..., K) float; packed uint8 (N, K/2); block_scale uint8 or float8_e4m3fn (N, K/16); global_scale float32 (1,) or
     (N,), divides; bias (N,) in x's dtype. Returns (..., N) in x's dtype. `implementation`: "auto"; "kernel", which
-    raises where there is none (not under torch.compile, which must not ask the device); "decode", the kernel that
-    decodes, then cuBLAS; or "reference".
+    raises if there is none (except under torch.compile, where the device is unknown); "decode", the decoding kernel,
+    then cuBLAS; or "reference".
     """
     if torch.compiler.is_compiling():
         return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation)
-    # as a matrix: what autograd gets back must not be a view, or nobody could add to it in place
+    # as a matrix: the result must not be a view, or autograd refuses to add to it in place
     y = _NVFP4Matmul.apply(x.reshape(-1, x.shape[-1]), packed, block_scale, global_scale, bias, implementation)
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -230,18 +228,17 @@ class NVFP4Linear(nn.Linear):
     Parameters, all without gradient (see `qerl_trl.nvfp4` for the format):
         weight_packed        uint8 (N, K/2)
         weight_scale         uint8 (N, K/16), E4M3 bit patterns
-        weight_global_scale  uint8 (4,), the bytes of one float32 that divides
+        weight_global_scale  uint8 (4,), the bytes of one float32 (a divisor)
         bias                 (N,) float, or None
 
-    The dtype of the matmul: under autocast, autocast's; else the input's own when it is bf16, fp16 or fp64; a float32
+    The dtype of the matmul: under autocast, autocast's; else the input's own if it is bf16, fp16 or fp64; a float32
     input (fp32 norms in front, no autocast) is computed in `compute_dtype` and returned as float32.
 
     q/k/v and gate/up layers of one block may share one storage: each holds a row slice of it
     (`qerl_trl.nvfp4.fused.fuse_storage`). `copy.deepcopy` and `.to(device)` of the model keep that sharing.
     """
 
-    #: (`weight_packed`,) of a layer that waits for another process's weights (quantizer.py), which FSDP puts in the
-    #: place of this one
+    #: (`weight_packed`,) of a layer waiting for another process's weights (quantizer.py); FSDP replaces it
     unread: tuple[nn.Parameter] | None = None
 
     def __init__(
@@ -252,11 +249,11 @@ class NVFP4Linear(nn.Linear):
         device: torch.device | str | None = None,
         compute_dtype: torch.dtype = torch.bfloat16,
     ):
-        nn.Module.__init__(self)  # not nn.Linear's: it would allocate the dense weight
+        nn.Module.__init__(self)  # not nn.Linear's, which would allocate the dense weight
         self.in_features, self.out_features = in_features, out_features
-        self.compute_dtype = compute_dtype  # also what PEFT reads as the layer's dtype
+        self.compute_dtype = compute_dtype  # read by PEFT as the layer's dtype
         self.implementation = "auto"
-        self.fused_rows: int | None = None  # rows of the storage this layer is a slice of; None: not shared
+        self.fused_rows: int | None = None  # rows of the shared storage; None: not shared
         self.weight_packed = _frozen(torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=device))
         self.weight_scale = _frozen(
             torch.empty(out_features, in_features // BLOCK_SIZE, dtype=torch.uint8, device=device)
@@ -289,20 +286,20 @@ class NVFP4Linear(nn.Linear):
 
     @property
     def weight(self) -> DecodedWeight:  # type: ignore[override]  # not a parameter
-        """The dense weight (N, K), decoded where it is looked at; see view.py for what writing does."""
+        """The dense weight (N, K), decoded on each read; see view.py for writes."""
         return DecodedWeight(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
             super().__setattr__(name, value)
-        # `layer.weight = layer.weight`, as PEFT's unload does, changes nothing
+        # `layer.weight = layer.weight`, as in PEFT's unload, changes nothing
         elif not (isinstance(value, DecodedWeight) and value.layer is self):
-            value = read(value)  # of another packed layer: before this one is dense
+            value = read(value)  # may be another packed layer's: read it before this one is dense
             self.become_dense().weight = value if isinstance(value, nn.Parameter) else _frozen(value)
 
     @property
     def W_q(self) -> nn.Parameter:
-        """The name by which PEFT recognizes a layer that can `dequantize()` (DoRA needs the dense weight's norm)."""
+        """PEFT's mark of a layer with `dequantize()` (DoRA needs the dense weight's norm)."""
         return self.weight_packed
 
     @property
@@ -322,7 +319,7 @@ class NVFP4Linear(nn.Linear):
         return NVFP4Tensor(packed, block_scale, self.global_scale)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The dense weight (N, K), in `compute_dtype` unless told otherwise."""
+        """The dense weight (N, K), by default in `compute_dtype`."""
         return dequantize(*self.nvfp4, dtype or self.compute_dtype)
 
     def to_dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -334,7 +331,7 @@ class NVFP4Linear(nn.Linear):
         return dense
 
     def become_dense(self) -> nn.Linear:
-        """Turn this very module into the `nn.Linear` that `to_dense` gives. There is no way back."""
+        """Turn this module in place into the `nn.Linear` of `to_dense`. Irreversible."""
         dense = self.to_dense()
         for name in PACKED:
             del self._parameters[name]
@@ -358,7 +355,7 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4"
 
-    # --- storage shared between layers: a deepcopy or a move copies the fused storage once, and slices it again
+    # --- shared storage: a deepcopy or a move copies the fused storage once, and slices it again --------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NVFP4Linear":
         for parameter in (self.weight_packed, self.weight_scale):
@@ -379,19 +376,19 @@ class NVFP4Linear(nn.Linear):
         return super()._apply(move, recurse)
 
     def _is_slice(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of this layer's row slices of a fused storage (and nobody has replaced it since)."""
+        """True if `tensor` is still one of this layer's row slices of a fused storage."""
         if self.fused_rows is None or tensor.dtype != torch.uint8 or tensor.ndim != 2 or tensor.device.type == "meta":
             return False
         return tensor.untyped_storage().nbytes() == self.fused_rows * tensor.shape[1]
 
 
 def has_nvfp4(model: nn.Module) -> bool:
-    """Whether any layer of the model is packed."""
+    """True if any layer of the model is packed."""
     return any(isinstance(module, NVFP4Linear) for module in model.modules())
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """What a model computes in: its packed layers' dtype, else that of its embeddings."""
+    """Compute dtype of a model: its packed layers', else its embeddings'."""
     packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
     if packed is not None:
         return packed.compute_dtype
@@ -399,8 +396,8 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The uint8 that a parameter of a packed layer was, whatever it was gathered as: FSDP 2 of torch 2.11 casts whole
-    numbers too to the dtype of mixed precision, where 0 to 255 are exact in all of them. (2.13 leaves them alone.)"""
+    """Packed parameter as uint8 again: FSDP 2 of torch 2.11 casts even integers to the dtype of mixed precision, exact
+    for 0 to 255. (2.13 does not.)"""
     return tensor if tensor.dtype == torch.uint8 else tensor.to(torch.uint8)
 
 
@@ -415,13 +412,13 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def slice_like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` (bytes,) at the place that `tensor` has in its own storage."""
+    """The part of `whole` (bytes,) at the offset of `tensor` in its own storage."""
     start = tensor.storage_offset()
     return whole[start : start + tensor.numel()].view(tensor.shape)
 
 
-#: fn -> {address of a fused storage: what fn made of it}. `Module.to` hands one and the same closure to every layer,
-#: and the entry disappears with that closure.
+#: fn -> {address of a fused storage: fn's result}. `Module.to` passes one closure to every layer, and the entry
+#: disappears with it
 _MOVED: "weakref.WeakKeyDictionary[Callable, dict[int, torch.Tensor]]" = weakref.WeakKeyDictionary()
 
 

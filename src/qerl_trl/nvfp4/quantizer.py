@@ -1,4 +1,4 @@
-"""The transformers quantizer behind `NVFP4Config`: hooks that transformers calls while it loads and saves a model.
+"""The transformers quantizer behind `NVFP4Config`: hooks for loading and saving a model.
 
 A dense checkpoint is quantized one tensor at a time, as each arrives on its device.
 """
@@ -29,7 +29,7 @@ _BYTES_PER_WEIGHT = 0.5625
 
 
 class _PackedPlaceholder(nn.Module):
-    """Stands in for a linear while a quantized checkpoint is loaded, with the checkpoint's names and dtypes."""
+    """Placeholder of a linear while a quantized checkpoint is loaded, with the checkpoint's names and dtypes."""
 
     def __init__(self, linear: nn.Linear, parts: dict[str, headers.TensorInfo]):
         super().__init__()
@@ -47,7 +47,7 @@ class _PackedPlaceholder(nn.Module):
 
 
 class _FP8Placeholder(_PackedPlaceholder):
-    """The same for a linear that is FP8 in a mixed checkpoint; a dense one takes its place."""
+    """Placeholder of an FP8 linear in a mixed checkpoint; a dense one takes its place."""
 
     def to_dense(self, compute_dtype: torch.dtype) -> nn.Linear:
         codes, scale = (self.get_parameter(part).detach() for part in ("weight", "weight_scale"))
@@ -58,7 +58,7 @@ class _FP8Placeholder(_PackedPlaceholder):
 
 
 class _Unread(nn.Module):
-    """Stands in for a linear of which this process reads the bias only ([`left_to_the_first`])."""
+    """Placeholder of a linear for which this process reads the bias only ([`left_to_the_first`])."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -66,10 +66,10 @@ class _Unread(nn.Module):
         self.bias = linear.bias
 
     def to_nvfp4(self, compute_dtype: torch.dtype) -> NVFP4Linear:
-        """A layer of zeros, which take no memory as long as nobody writes to them."""
+        """A layer of zeros, without physical memory until written."""
         layer = NVFP4Linear(*self.shape, bias=False, device="meta", compute_dtype=compute_dtype)
         for name, parameter in list(layer.named_parameters()):
-            zeros = torch.from_numpy(numpy.zeros(tuple(parameter.shape), numpy.uint8))  # torch's own would be written
+            zeros = torch.from_numpy(numpy.zeros(tuple(parameter.shape), numpy.uint8))  # torch.zeros would write
             setattr(layer, name, nn.Parameter(zeros, requires_grad=False))
         layer.unread = (layer.weight_packed,)
         layer.register_parameter("bias", self.bias)
@@ -77,14 +77,13 @@ class _Unread(nn.Module):
 
 
 def left_to_the_first() -> bool:
-    """Whether accelerate will give this process the weights that another one reads: under FSDP with
-    `cpu_ram_efficient_loading`, all but the first of a machine. transformers leaves theirs empty too, of a model that
-    is not quantized."""
+    """True if accelerate broadcasts the weights to this process: under FSDP with `cpu_ram_efficient_loading`, on all
+    ranks but the first of a machine. transformers leaves their dense weights empty too."""
     return is_fsdp_enabled() and not reads_for_its_machine()
 
 
 class _QuantizeLinear(ConversionOps):
-    """Quantizes a dense tensor on arrival and replaces its `nn.Linear` by an `NVFP4Linear`."""
+    """Quantize a dense tensor on arrival and replace its `nn.Linear` by an `NVFP4Linear`."""
 
     def __init__(self, quantizer: "NVFP4HfQuantizer"):
         self.quantizer = quantizer
@@ -99,7 +98,7 @@ class _QuantizeLinear(ConversionOps):
             try:
                 quantized = quantize(weight, self.quantizer.quantization_config.scale_rule)
             except ValueError as error:
-                # transformers turns an exception here into a log entry: keep it, and raise it when loading is over
+                # transformers only logs an exception here: keep it, and raise it when loading is over
                 self.quantizer.errors.append(f"{self.quantizer.where(key)}: tensor {key!r}: {error}")
                 quantized = quantize(torch.zeros_like(weight))
             bias = model.get_submodule(name).bias
@@ -112,11 +111,11 @@ class _QuantizeLinear(ConversionOps):
 
 @register_quantizer(checkpoints.METHOD)
 class NVFP4HfQuantizer(HfQuantizer):
-    """What transformers calls while it loads and saves a model with `NVFP4Config`."""
+    """Hooks called by transformers for loading and saving with `NVFP4Config`."""
 
-    quantization_config: Any  # an NVFP4Config: config.py imports this file, to register it
+    quantization_config: Any  # an NVFP4Config; not imported, config.py imports this file
     requires_calibration = False
-    is_trainable = True  # with adapters; `is_qat_trainable` stays False, so Trainer insists on them
+    is_trainable = True  # with adapters: `is_qat_trainable` stays False, so Trainer insists on them
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -163,7 +162,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         return checkpoints.LAYOUTS[self.quantization_config.source_format]
 
     def where(self, tensor_name: str) -> str:
-        """The file that holds a tensor, as far as known."""
+        """The file with a tensor, if known."""
         return str(self._headers[tensor_name].file) if tensor_name in self._headers else "checkpoint"
 
     def _process_model_before_weight_loading(
@@ -194,7 +193,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         return model
 
     def _put_stand_ins(self, model: PreTrainedModel, packed: Mapping[str, dict[str, headers.TensorInfo]]) -> None:
-        """Put placeholders where the checkpoint's tensors fit no `nn.Linear`; `packed`: tensors of NVFP4 layers."""
+        """Put placeholders for tensors that fit no `nn.Linear`; `packed`: tensors of NVFP4 layers."""
         for name, module in self._converted.items():
             if self._unread:
                 _replace(model, name, _Unread(module))
@@ -224,12 +223,12 @@ class NVFP4HfQuantizer(HfQuantizer):
         headers.check_finite_module(model, self.where)
         self._converted.clear()
         self._headers.clear()
-        if not self._unread:  # or zeros would be written
+        if not self._unread:  # fusing would write the zeros
             fuse_storage(model)
         return model
 
     def _refuse_missing(self, model: PreTrainedModel) -> None:
-        """Refuse parameters that the checkpoint lacks: transformers fills them with random numbers."""
+        """Refuse parameters missing in the checkpoint: transformers fills them with random numbers."""
         dense = self.quantization_config.dense_linears or []
         new_heads = [] if model.get_output_embeddings() is not None else dense
         missing = [
@@ -250,7 +249,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         """The state dict in compressed-tensors' dtypes. Views only: nothing is copied but the global scales' shape."""
         state = model.state_dict()
         if model._hf_peft_config_loaded:
-            return state, {}  # of which transformers saves the adapter only
+            return state, {}  # transformers saves only the adapter
         packed = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
         known = {*packed, *(self.quantization_config.dense_linears or ())}
         opened = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in known]
@@ -258,8 +257,8 @@ class NVFP4HfQuantizer(HfQuantizer):
         merged = not packed or (opened and self.quantization_config.dense_linears is not None)
         if inside or merged:
             raise RuntimeError(
-                f"{type(model).__name__} would not load again from NVFP4: it is inside an adapter, or an adapter was merged "
-                f"({len(opened)} layers are dense now). Save the adapter, or call model.dequantize() first."
+                f"{type(model).__name__} would not load again from NVFP4: it is inside an adapter, or an adapter was "
+                f"merged ({len(opened)} layers are dense now). Save the adapter, or call model.dequantize() first."
             )
         if any("expert" in str(each.source_patterns) for each in getattr(model, "_weight_conversions", None) or ()):
             raise RuntimeError(
@@ -283,20 +282,23 @@ class NVFP4HfQuantizer(HfQuantizer):
 
 
 def _in_memory(model: PreTrainedModel, tensors: dict[str, headers.TensorInfo]) -> dict[str, headers.TensorInfo]:
-    """`tensors` by their names once loaded; a checkpoint may name linear layers otherwise (Gemma 3's does)."""
+    """`tensors` by their names once loaded; some checkpoints name linear layers otherwise (Gemma 3's)."""
     renamed: dict[str, str] = {}
     there = {name.rpartition(".")[0] for name in tensors}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name not in there:
-            stand_in = torch.empty(0, device="meta")
-            found = revert_weight_conversion(model, {f"{name}.weight": stand_in})
-            renamed |= dict.fromkeys((key.removesuffix(".weight") for key in found), name) if len(found) == 1 else {}
+            found = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
+            stored = next(iter(found)).removesuffix(".weight") if len(found) == 1 else name
+            if stored != name:
+                renamed[stored] = name
+    if not renamed:
+        return tensors
     split = ((name.rpartition("."), info) for name, info in tensors.items())
     return {f"{renamed.get(module, module)}{dot}{last}": info for (module, dot, last), info in split}
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of `name`, marked as loaded so that transformers does not initialize it."""
+    """Replace module `name`, marked as loaded so that transformers does not initialize it."""
     module.train(model.training)
     for parameter in module.parameters():
         parameter._is_hf_initialized = not parameter.is_meta  # type: ignore[attr-defined]  # transformers' own mark

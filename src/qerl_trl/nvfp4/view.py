@@ -1,10 +1,9 @@
-"""What `NVFP4Linear.weight` is: the dense weight (N, K) that the packed one stands for, decoded when it is looked at.
+"""`NVFP4Linear.weight`: the dense weight (N, K) of a packed layer, decoded on each read.
 
-Code that knows only dense layers (PEFT's tuners above all) reads shape, dtype, device and values here as on the same
-model dequantized. Reading decodes, each time anew; nothing is kept. Writing turns the layer into a dense one, once and
-for good, and says so: a change of a 16-bit weight rounded to 4 bits again would mostly be lost. So a tuner that merges
-itself into the weight computes what it would have on the dequantized model, to the bit. What cannot be is refused: a
-packed weight has no gradient.
+Code for dense layers (above all PEFT's tuners) finds the shape, dtype, device and values of the dequantized model.
+Reads decode every time; nothing is cached. A write makes the layer dense for good and logs it: rounded to 4 bits again,
+a change of a 16-bit weight would mostly be lost. So merging into the weight gives the bits of the dequantized model. A
+packed weight has no gradient: setting one raises.
 """
 
 import functools
@@ -35,8 +34,9 @@ class DecodedWeight(torch.Tensor):
             cls, shape, dtype=layer.compute_dtype, device=layer.weight_packed.device
         )
         view.layer = layer
-        # transformers initializes what it believes was not loaded
-        view._is_hf_initialized = getattr(layer.weight_packed, "_is_hf_initialized", False)  # type: ignore[attr-defined]
+        # transformers initializes weights without this mark
+        ready = getattr(layer.weight_packed, "_is_hf_initialized", False)
+        view._is_hf_initialized = ready  # type: ignore[attr-defined]
         return view
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -61,9 +61,7 @@ class DecodedWeight(torch.Tensor):
             )
         if func == torch.Tensor.data.__set__ and isinstance(args[0], cls):  # type: ignore[attr-defined]
             view, value = args
-            if not (
-                isinstance(value, cls) and value.layer is view.layer
-            ):  # `weight.data += delta` assigns what it has written
+            if not (isinstance(value, cls) and value.layer is view.layer):  # after `weight.data += delta`
                 _dense(view.layer).weight.data = read(value)
             return None
         if func == torch.Tensor.__setitem__ and isinstance(args[0], cls):
@@ -91,7 +89,7 @@ class DecodedWeight(torch.Tensor):
 
 
 class DecodedPart(torch.Tensor):
-    """A view of what a `DecodedWeight` decoded to. It can only be read: what is written to it would be lost."""
+    """A read-only view of a decoded `DecodedWeight`: writes to it would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,8 +97,8 @@ class DecodedPart(torch.Tensor):
         in_place = name == "__setitem__" or re.fullmatch(r"__i\w+__|[a-z]\w*[^_]_", name)
         if (in_place and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
             raise RuntimeError(
-                f"{name} would write to a part of a decoded copy of a packed 4-bit weight, and be lost. Write to the whole weight "
-                "(layer.weight.data = ..., which makes the layer dense), or call model.dequantize() first."
+                f"{name} would write to a part of a decoded copy of a packed 4-bit weight, and be lost. Write to the "
+                "whole weight (layer.weight.data = ..., which makes the layer dense), or call model.dequantize() first."
             )
         with torch._C.DisableTorchFunctionSubclass():
             return tree_map(_part, func(*args, **(kwargs or {})))
@@ -108,7 +106,7 @@ class DecodedPart(torch.Tensor):
 
 def _part(result: Any) -> Any:
     if isinstance(result, DecodedWeight) and not _is_packed(result.layer):
-        return result.layer.weight.data  # it was written to: from here on there is a tensor to speak of
+        return result.layer.weight.data  # written to: the layer is dense now and has a tensor
     plain = type(result) is torch.Tensor
     return result.as_subclass(DecodedPart) if plain and result._is_view() else result
 
@@ -118,7 +116,7 @@ def _is_packed(layer: nn.Module) -> bool:
 
 
 def read(value: Any) -> Any:
-    """What `value` stands for, if it is a `DecodedWeight`: the dense tensor (N, K); else `value` itself."""
+    """The dense tensor (N, K) of a `DecodedWeight`; any other `value` unchanged."""
     if not isinstance(value, DecodedWeight):
         return value
     return value.layer.dequantize() if _is_packed(value.layer) else value.layer.weight.data

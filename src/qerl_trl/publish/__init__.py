@@ -1,1 +1,1 @@
-"""From a finished run to something that others can open: merge, export, quantize, cards, uploads."""
+"""From a finished run to shareable files: merge, export, quantize, cards, uploads."""

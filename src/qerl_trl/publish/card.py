@@ -1,8 +1,7 @@
-"""Model cards, rendered from the templates in `hub_cards/templates` and from facts that a run wrote down.
+"""Model cards, rendered from the templates in `hub_cards/templates` and the recorded facts of a run.
 
-A card's facts ([`records.Facts`]) are kept as `qerl_card.json` beside the card, so that it can be rendered again when
-the repository is known. Every number in a card is one of these facts, and so is every name (trainer, rewards, data,
-task); what no run wrote down is left out, not guessed.
+The facts ([`records.Facts`]) are stored as `qerl_card.json` next to the card, to render it again once the repository is
+known. Every number and name (trainer, rewards, data, task) in a card is one of them; unrecorded facts are left out.
 """
 
 import functools
@@ -35,7 +34,7 @@ from ..checkpoint.records import (
 )
 from ..rollout.vllm.plugin import slot_of
 
-if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
+if TYPE_CHECKING:  # they import PEFT, not needed by `qerl-trl quantize`
     from ..checkpoint.records import LoraSettings, RunSettings
     from .load import Exportable
 
@@ -47,7 +46,7 @@ TEMPLATES: dict[Kind, str] = {
     "nvfp4_base": "nvfp4.md.jinja",
     "nvfp4_merged": "nvfp4.md.jinja",
 }
-#: trainer -> (class, its configuration) for the usage of a base
+#: trainer -> (class, its configuration) for a base's usage example
 _TRAINER_CLASSES = {"GRPO": ("QeRLGRPOTrainer", "QeRLConfig"), "RLOO": ("QeRLRLOOTrainer", "QeRLRLOOConfig")}
 #: `base_model_relation` of the Hub's model tree
 _RELATIONS = {
@@ -60,7 +59,7 @@ _RELATIONS = {
 
 
 def template_folder() -> Path:
-    """Where the templates are: inside the installed package, or at the top of a source checkout."""
+    """Template folder: in the installed package, or at the top of a source checkout."""
     package = Path(__file__).resolve().parents[1]
     return folder if (folder := package / "hub_cards").is_dir() else package.parents[1] / "hub_cards" / "templates"
 
@@ -69,12 +68,12 @@ def template_folder() -> Path:
 
 
 def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
-    """Facts of a run's adapter from what the run left behind; [`write`] makes them those of another export.
+    """Facts of a run's adapter from the run's files; [`write`] adapts them to other exports.
 
     Args:
-        folder: checkpoint or output folder of the run, where its figures lie ([`figures_of_run`]).
-        settings: what the run recorded about itself.
-        dataset: Hub id or name of the training data; default: what results.json says.
+        folder: checkpoint or output folder of the run, with its figures ([`figures_of_run`]).
+        settings: the run's recorded settings.
+        dataset: Hub id or name of the training data; default: from results.json.
     """
     kind: Kind = "merged" if settings.get("base_format") == "full" else "adapter"
     facts: Facts = {"kind": kind, "settings": settings.copy(), **figures_of_run(Path(folder), settings)}
@@ -83,7 +82,7 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
 
 
 def facts_of_quantization(folder: Path, export: Export) -> Facts:
-    """Facts of an NVFP4 base that `qerl-trl quantize` is writing into `folder`: its errors and sizes."""
+    """Facts of the NVFP4 base being written by `qerl-trl quantize` into `folder`: errors and sizes."""
     from .quantize import REPORT_NAME
 
     layers = json.loads((folder / REPORT_NAME).read_text())["layers"]
@@ -125,29 +124,29 @@ def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
 
 
 def write(folder: Path, facts: Facts, export: Export) -> None:
-    """Put README.md and the facts into an unfinished export."""
+    """Write README.md and the facts into an unfinished export."""
     facts = facts.copy()
     facts["kind"], facts["exported_with"] = export["kind"], export["exported_with"]
     if "survived" in export:
         facts["survived"] = export["survived"]
     if "measured" in export:
         facts["measured"] = export["measured"]
-    if facts["kind"] == "nvfp4_base":  # nothing was trained
+    if facts["kind"] == "nvfp4_base":  # not trained
         for key in ("results", "evaluations", "log", "versions", "dataset"):
             facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
     seal.write_json_atomically(folder / FACTS_NAME, _public(facts))
-    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # as it will be rendered again from the file
+    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # from the file, as in a later render
 
 
 def read_facts(folder: Path) -> Facts | None:
-    """The facts beside a card, `None` without them."""
+    """Facts next to a card, or `None`."""
     path = folder / FACTS_NAME
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _public(facts: Facts) -> Facts:
-    """Facts without paths of this machine."""
+    """Facts without local paths."""
     facts = json.loads(json.dumps(facts))
     settings = facts.get("settings", {})
     if settings.get("model"):
@@ -166,7 +165,7 @@ def _public(facts: Facts) -> Facts:
 
 @functools.cache
 def _templates(folder: Path) -> jinja2.Environment:
-    """Of a folder; it compiles each template once, and every checkpoint of a run has a card."""
+    """Template environment of a folder. Compiled templates are reused: every checkpoint of a run has a card."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -206,7 +205,7 @@ def render(facts: Facts) -> str:
 
 
 def _slot(lora: "LoraSettings | None") -> int | None:
-    """Rank that vLLM is started with for an adapter; `None` if it cannot serve it, or the adapter is unknown."""
+    """vLLM's `max_lora_rank` for an adapter; `None` if vLLM cannot serve it, or its settings are unknown."""
     options = (lora or {}).get("options", {})
     if lora is None or options.get("use_dora") or options.get("modules_to_save"):
         return None
@@ -214,7 +213,7 @@ def _slot(lora: "LoraSettings | None") -> int | None:
 
 
 def _model_index(facts: Facts) -> list[dict[str, Any]]:
-    """Results for the card's metadata: what `qerl-trl eval` measured, and the held-out accuracy of the run itself."""
+    """Results for the card's metadata: from `qerl-trl eval`, and the run's held-out accuracy."""
     found = []
     for each in facts.get("evaluations") or []:
         protocol = each["protocol"]
@@ -240,7 +239,7 @@ def _measured(task: str | None, dataset: str, split: str | None, accuracy: float
 
 
 class _Facts(dict):
-    """A dictionary with None for missing keys, so templates can ask for any fact and misspelt variables still fail."""
+    """Dictionary with None for missing keys: templates can ask for any fact, misspelt variables still fail."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -272,30 +271,30 @@ def _header(facts: Facts, base: str | None, title: str) -> str:
     if trained and dataset and is_hub_id(dataset):
         header["datasets"] = [dataset]
     header["tags"] = tags + [tag for tag in facts.get("extra_tags", []) if tag not in tags]
-    # what was measured: the adapter on its base, and the merge that equals it
+    # results of the adapter on its base, equal to the merge
     measured = _model_index(facts) if kind in ("adapter", "merged") else []
     if measured:
         header["model-index"] = [{"name": title, "results": measured}]
     return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
 
 
-# --- figures: what was measured ---------------------------------------------------------------------------------------
+# --- figures: evaluation and training results -------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-#: logged quantities that a card shows
+#: logged quantities on a card
 _LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch_kl")
 
 
 def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
-    """What of a card's facts the files in `folder` give: the folder of a run, or a checkpoint in one.
+    """Facts found in the files of `folder`: a run's folder, or a checkpoint in one.
 
     Args:
-        settings: what the run recorded about itself, `global_step` included.
+        settings: the run's recorded settings, `global_step` included.
     """
     found: Facts = {}
-    # a checkpoint's figures are its run's, one level up; above the folder of a run are those of others
+    # a checkpoint's figures are one level up; above a run's folder are those of other runs
     places = [folder, folder.parent] if _CHECKPOINT.fullmatch(folder.resolve().name) else [folder]
     results = next((place / RESULTS_NAME for place in places if (place / RESULTS_NAME).is_file()), None)
     content = None if results is None else _read(results)
@@ -329,7 +328,7 @@ def _of_another_run(content: Mapping[str, Any], settings: "RunSettings") -> str 
 
 
 def _evaluations(folder: Path, settings: "RunSettings") -> list[Evaluation]:
-    weights = functools.cache(lambda: seal.weights_sha256(folder))  # read only where there is something to compare
+    weights = functools.cache(lambda: seal.weights_sha256(folder))  # only read for a comparison
     found = []
     for path in sorted(folder.glob(EVALUATIONS)):
         content = _read(path)
@@ -361,7 +360,7 @@ def _of_another_model(
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a file of figures; `None`, with a warning, of one that is no JSON."""
+    """Content of a file of figures; `None`, with a warning, if it is not JSON."""
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
@@ -371,7 +370,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Once: a run that pushes while it trains has a card for every checkpoint."""
+    """Warn once: a run with pushes during training writes a card for every checkpoint."""
     logger.warning(text)
 
 
@@ -380,7 +379,7 @@ def known(content: Mapping[str, Any], record: Any) -> dict[str, Any]:
 
 
 def log_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """First and last logged value of the few quantities a card shows, each the mean of up to ten entries."""
+    """First and last logged value of the quantities on a card, each the mean of up to ten entries."""
     logged: dict[str, list[float]] = {}
     for entry in history:
         for key, value in entry.items():

@@ -1,17 +1,17 @@
-"""What leaves a run, always loadable without this package: adapter, merged model, NVFP4 base, NVFP4 merge.
+"""Exports of a run, loadable without this package: adapter, merged model, NVFP4 base, NVFP4 merge.
 
-    save_adapter        LoRA as plain PEFT (adapter_model.safetensors, adapter_config.json), tokenizer beside it
-    save_merged         dense model in bf16: the policy that was trained, up to one rounding of each weight
-    save_base           the frozen NVFP4 base as it is, in compressed-tensors' layout
-    save_merged_nvfp4   the merge rounded to 4 bits again: refused where next to nothing of the change survives
+    save_adapter        LoRA as plain PEFT (adapter_model.safetensors, adapter_config.json), with the tokenizer
+    save_merged         dense model in bf16: the trained policy, up to one rounding of each weight
+    save_base           the frozen NVFP4 base, unchanged, in compressed-tensors' layout
+    save_merged_nvfp4   the merge rounded to 4 bits again: refused if next to nothing of the change survives
 
-What is exported is a live trainer (rank 0 writes, the others wait) or a policy that [`load.load_policy`] built from a
-checkpoint or adapter folder. The model itself is not touched. Of a model sharded by FSDP 2 the adapter is gathered; the
-base is loaded again in rank 0, on the CPU, and compared with the run's.
+The source is a live trainer (rank 0 writes, the others wait) or a policy built by [`load.load_policy`] from a
+checkpoint or adapter folder. The model itself is not modified. Of a model sharded by FSDP 2 the adapter is gathered;
+rank 0 loads the base again on the CPU and compares it with the run's.
 
 **Which base?** An adapter learned on the quantized base corrects its rounding too. Merged into the dequantized NVFP4
-base it is the policy that was trained; merged into the original bf16 base it is another model. `load_policy(...,
-base_format="bf16")` builds that one, and `logit_distance` measures how far it is.
+base it is the trained policy; merged into the original bf16 base it is another model. `load_policy(...,
+base_format="bf16")` builds the latter, and `logit_distance` measures the difference.
 """
 
 import copy
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 #: adds a README to an unfinished export
 WriteCard = Callable[[Path, Export], None]
-#: an NVFP4 merge that keeps less than this share of the adapter's change is refused
+#: least share of the adapter's change kept by an NVFP4 merge
 MIN_KEPT_FRACTION = 0.25
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json")
 
@@ -76,7 +76,7 @@ def save_adapter(
     overwrite: bool = False,
     card: WriteCard | None = None,
 ) -> Export:
-    """The adapter as plain PEFT, with the tokenizer, on a base named `base_model`. Returns the manifest's record."""
+    """Save the adapter as plain PEFT with the tokenizer, naming `base_model`. Returns the manifest's record."""
 
     def write(policy: TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
@@ -98,7 +98,7 @@ def save_adapter(
 
 
 def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = None) -> Export:
-    """The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
+    """Export the adapter in a run's folder from its files alone, without loading the base."""
     require_adapter(run)
     require_whole(run)
     export = _record("adapter", recorded_settings(run))
@@ -112,7 +112,7 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
 
 
 def _name_base(folder: Path, settings: RunSettings, base_model: str | None) -> None:
-    """Let adapter_config.json name `base_model`, or the run's own base at the revision that it was loaded from."""
+    """Name `base_model` in adapter_config.json, or the run's own base at its loaded revision."""
     config = folder / "adapter_config.json"
     content = json.loads(config.read_text())
     before = content.copy()
@@ -135,7 +135,7 @@ def save_merged(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """The dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
+    """Save the dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
 
     `measured`: its distance to the trained policy, for the record and the card. The returned record has `survived`, as
     in [`save_merged_nvfp4`].
@@ -171,7 +171,7 @@ def save_base(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
+    """Save the frozen NVFP4 base without the adapter, byte for byte as trained on, in compressed-tensors' layout."""
 
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
@@ -204,9 +204,9 @@ def save_merged_nvfp4(
     progress: Callable[[int], None] | None = None,
     notify: Callable[[str], None] = print,
 ) -> Export:
-    """The merge rounded to NVFP4 again. `notify` hears how much of the change survived, as the record does.
+    """Save the merge rounded to NVFP4 again. `notify` and the record get the surviving part of the change.
 
-    With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
+    With D the adapter's change and C the change of the written weights, both against the dequantized base:
     `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
 
     Raises:
@@ -221,7 +221,7 @@ def save_merged_nvfp4(
         packed = [entry for entry in entries if merge.nvfp4_layer(entry) is not None]
         jobs = [merge.cast_job(entry, torch.bfloat16) for entry in entries if merge.nvfp4_layer(entry) is None]
         jobs += [merge.requantize_job(group, scale_rule) for group in merge.fused_entries(packed)]
-        # what is sealed is completed below, once it is known how much survived
+        # the sealed record is completed below, with the surviving part
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             survived = merge.survived_of(cast(list[RequantizedNote], notes))
@@ -268,7 +268,7 @@ def _on_rank_zero(
 
 @contextmanager
 def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
-    """A sharded policy in one process, on the CPU: its base loaded again and compared, and its adapter."""
+    """A sharded policy on one process's CPU: its base loaded again and compared, and its adapter."""
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
         save_adapter(policy, adapter)
@@ -283,7 +283,7 @@ def _staged(
     tokenizer: PreTrainedTokenizerBase | None,
     card: WriteCard | None,
 ) -> Iterator[Path]:
-    """An unfinished folder to fill; then come tokenizer, card and the seal that makes it `folder`."""
+    """Yield an unfinished folder to fill; then add tokenizer and card, and seal it as `folder`."""
     with writer.staging(folder, export, overwrite) as partial:
         yield partial
         _save_tokenizer(partial, tokenizer)
@@ -291,7 +291,7 @@ def _staged(
             card(partial, export)
 
 
-#: of which the saved tokenizer has to make the same tokens
+#: test text: the saved tokenizer must give the same tokens
 _TEXT = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
 
 
@@ -331,14 +331,14 @@ def _save_config(
     config.dtype = dtype
     config.architectures = [type(model).__name__]
     writer.leave_code_out(config)
-    if "lm_head.weight" in names and getattr(config, "tie_word_embeddings", False):  # one was trained: written as two
+    if "lm_head.weight" in names and getattr(config, "tie_word_embeddings", False):  # one was trained: untied
         config.tie_word_embeddings = False
     config.save_pretrained(folder)
     save_generation_config(folder, model, policy.tokenizer)
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> Export:
-    """The record of an export: what the run recorded, else what the model has."""
+    """Record of an export: the run's settings, otherwise the model's."""
     settings, model = policy.settings.copy(), policy.model
     adapter = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
     if kind != "nvfp4_base" and isinstance(adapter, LoraConfig) and "lora" not in settings:
@@ -363,7 +363,7 @@ def _record(kind: Kind, settings: RunSettings) -> Export:
     return {"kind": kind, "settings": settings, "exported_with": versions()}
 
 
-# --- how far two models are apart on given text -----------------------------------------------------------------------
+# --- distance between two models on a given text ----------------------------------------------------------------------
 
 
 def prompt_batches(
@@ -372,7 +372,7 @@ def prompt_batches(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int = 64,
 ) -> list[torch.Tensor]:
-    """Token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if there is one."""
+    """Token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if any."""
     lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
     batches = []
     for line in itertools.islice(lines, limit):

@@ -1,8 +1,7 @@
-"""Uploads to the Hub: private by default, announced first, all or nothing, and never with a token in any text.
+"""Uploads to the Hub: private by default, announced first, in one commit, and never with a token in any text.
 
-[`push_folder`] uploads a folder that `publish.export` sealed. Large files go first and become visible through the
-single commit at the end; an interrupted upload is repeated and skips what the Hub already has. `push_adapter`
-exports and uploads in one go.
+[`push_folder`] uploads a folder sealed by `publish.export`. Large files go first and become visible with the single
+commit at the end; a repeated upload skips files already on the Hub. `push_adapter` exports and uploads.
 """
 
 import json
@@ -30,26 +29,26 @@ from .outgoing import Content, HubError
 
 logger = logging.getLogger(__name__)
 
-#: what the client's HTTP library raises also where no answer came: httpx's, from huggingface_hub 2 on httpx2's
+#: HTTP errors without an answer too: httpx's, from huggingface_hub 2 on httpx2's
 _HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 _FAILED = (HfHubHTTPError, _HTTPError, OSError, RuntimeError)
-#: what the Hub itself puts into a new repository
+#: files created by the Hub in a new repository
 _HUB_FILES = {".gitattributes", "README.md"}
 _ATTEMPTS, _WAIT_SECONDS = 5, 1.0
-#: for the next bytes of an answer
+#: timeout for the next bytes of an answer
 _ANSWER_SECONDS = 120.0
 _T = TypeVar("_T")
 
 
 @contextmanager
 def _explained(repo_id: str) -> Iterator[None]:
-    """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
+    """Turn errors on the way to the Hub into a `HubError` with a remedy, without the token."""
     session = get_session()
-    waits, session.timeout = session.timeout, _ANSWER_SECONDS  # huggingface_hub's own waits for ever
+    waits, session.timeout = session.timeout, _ANSWER_SECONDS  # huggingface_hub has no timeout
     try:
         yield
     except _FAILED as error:
-        # not chained: the requests inside carry the token in their headers
+        # not chained: the requests inside have the token in their headers
         raise HubError(secrets.redact(f"{_explanation(error, repo_id)} Nothing was published.")) from None
     finally:
         session.timeout = waits
@@ -70,7 +69,7 @@ def _explanation(error: Exception, repo_id: str) -> str:
 
 
 def _root_of(error: BaseException) -> tuple[BaseException, int | None]:
-    """The first HTTP or connection error behind an exception (failed uploads raise a RuntimeError), and its status."""
+    """First HTTP or connection error behind an exception (failed uploads raise RuntimeError), and its status."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
         cause = cause.__cause__
@@ -79,7 +78,7 @@ def _root_of(error: BaseException) -> tuple[BaseException, int | None]:
 
 
 def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
-    """Call again after dropped connections and server errors, 1, 2, 4, ... seconds apart; after a timeout once."""
+    """Retry after dropped connections and server errors, 1, 2, 4, ... seconds apart; after a timeout once."""
     attempt = 1
     while True:
         try:
@@ -107,14 +106,13 @@ def prepare_repository(
     """Announce, then create the repository and its branch, or check an existing one's visibility. Returns `user/name`.
 
     Raises:
-        `HubError`: no token, a refused token, no network, or an existing public repository where a private one is
-            wanted.
+        `HubError`: no token, a refused token, no network, or the repository is public and a private one was requested.
     """
     return _created(_announced(repo_id, private, token, notify), repo_id, private, revision)
 
 
 def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[[str], None]) -> HfApi:
-    """Say what will be published where, and refuse to begin without a token."""
+    """Announce the publication, and raise `HubError` without a token."""
     token = token or get_token()
     secrets.remember("token", token)
     api = HfApi(token=token)
@@ -141,8 +139,8 @@ def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> s
         if is_private:
             there, asked, remedy = "private", "public", "change its visibility on the Hub"
         raise HubError(
-            f"{repo_id} exists and is {there}, and a {asked} publication was asked for, so nothing was uploaded. Choose "
-            f"another name, or {remedy}."
+            f"{repo_id} exists and is {there}, and a {asked} publication was asked for, so nothing was uploaded. "
+            f"Choose another name, or {remedy}."
         )
     if revision is not None and not revision.startswith("refs/"):
         with _explained(repo_id):
@@ -165,20 +163,18 @@ def push_folder(
 ) -> str:
     """Upload a sealed export as the content of `repo_id`, in one commit. Returns the commit's URL.
 
-    Uploading the same again changes nothing. An update of the same kind replaces files and removes stale shards.
+    Uploading the same export again changes nothing. An update of the same kind replaces files and removes stale shards.
 
     Args:
         base_model: Hub id of the base, for the card and adapter_config.json of an adapter.
-        facts: for the card, over those that the export recorded.
-        allow_other_base: name a base, here or in adapter_config.json, that holds other weights than the adapter was
-            trained on.
-        options: `private` (default: True), `token`, `revision`; `force`: publish into a repository that holds something
-            else, whose other files stay; `further`: uploaded in the same commit, without a place in the manifest.
+        facts: for the card, overriding the recorded ones.
+        allow_other_base: accept a base, here or in adapter_config.json, with other weights than the run's.
+        options: `private` (default: True), `token`, `revision`; `force`: publish into a repository with other content,
+            kept there; `further`: files for the same commit, outside the manifest.
 
     Raises:
-        `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another
-            one.
-        `HubError`: see [`prepare_repository`]; and the repository holds other content.
+        `ValueError`: the folder is not a complete export, or names a local base model or the wrong one.
+        `HubError`: see [`prepare_repository`]; and the repository has other content.
     """
     folder = Path(folder)
     _require_whole(folder, export=True)
@@ -193,7 +189,7 @@ def push_folder(
         known["base_model"] = base_model
 
     def look(api: HfApi) -> None:
-        # where nobody says another one, it is the base that was trained on, at a commit that was recorded
+        # by default the run's base, at its recorded commit
         named = base is not None and (base_model is not None or recorded_revision(record["settings"], base) is None)
         if named and (said := check_base_on_hub(api, str(base), record["settings"], allow_other_base)):
             notify(said)
@@ -212,7 +208,7 @@ def push_model(
     message: str = "model, written by qerl-trl",
     **options: Any,
 ) -> str:
-    """As [`push_folder`], for a run of which every weight was trained: from the run's folder or a checkpoint."""
+    """[`push_folder`] after full fine-tuning: from the run's folder or a checkpoint."""
     folder = Path(folder)
     _require_whole(folder)
     return _publish(folder, _files(folder, notify), facts, repo_id, message, notify, **options)
@@ -233,7 +229,7 @@ def _publish(
     force: bool = False,
     further: Content | None = None,
 ) -> str:
-    """Every upload of this package, with a card. `look` may refuse before the repository is made."""
+    """Single exit of all uploads, with a card. `look` may raise before the repository is created."""
     outgoing.check({**files, **(further or {})})
     outgoing.check_words(repo_id, revision, message)
     api, manifest = _announced(repo_id, private, token, notify), seal.read_manifest(folder)
@@ -260,7 +256,7 @@ def _publish(
 
 
 def _files(folder: Path, notify: Callable[[str], None]) -> Content:
-    """What of a sealed folder is uploaded; `notify` is told what is not."""
+    """Files of a sealed folder to upload; the others are listed to `notify`."""
     files, left = outgoing.files_of(folder, seal.read_manifest(folder)["files"])
     if left:
         more = ", ..." if left[10:] else ""
@@ -269,7 +265,7 @@ def _files(folder: Path, notify: Callable[[str], None]) -> Content:
 
 
 def _require_whole(folder: Path, export: bool = False) -> None:
-    """Refuse a folder that changed since it was sealed, or for an `export` a run's."""
+    """Refuse a folder changed since it was sealed, or for an `export` a run's."""
     wrong = seal.problems(folder)
     if export and not wrong and "kind" not in seal.recorded_run(folder):
         wrong = [f"its {seal.MANIFEST_NAME} is of a run"]
@@ -283,14 +279,14 @@ def _require_whole(folder: Path, export: bool = False) -> None:
 def _compare(
     api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None
 ) -> tuple[list[str], str]:
-    """(files of an earlier push that have to go, what other kind of content the repository holds)"""
+    """(files of an earlier push to delete, other kind of content in the repository)"""
     present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
     if not present - _HUB_FILES:
         return [], ""
     kind = None
     if seal.MANIFEST_NAME in present:
         theirs = Path(api.hf_hub_download(repo_id, seal.MANIFEST_NAME, revision=revision)).parent
-        run = seal.recorded_run(theirs)  # empty where it is damaged: other files
+        run = seal.recorded_run(theirs)  # empty if damaged: other files
         kind = run.get("kind")
         if run and kind == kind_now:
             return sorted((present - set(content)) & set(seal.read_manifest(theirs)["files"])), ""
@@ -301,25 +297,26 @@ def require_hub_base(base: str) -> None:
     """Refuse a base model that others cannot load."""
     if not is_hub_id(base):
         raise ValueError(
-            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load it. Publish it first "
-            "(qerl-trl push base), and name it: base_model='user/name' (--base-model; while training hub_base_model)."
+            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load it. Publish it "
+            "first (qerl-trl push base), and name it: base_model='user/name' (--base-model; while training "
+            "hub_base_model)."
         )
 
 
 def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
-    """adapter_config.json, its base named so that others can load it."""
+    """adapter_config.json with a base that others can load."""
     config = json.loads((folder / "adapter_config.json").read_text())
     require_hub_base(base_model or config.get("base_model_name_or_path") or "")
     if base_model is None:
         return {}
     if base_model != config.get("base_model_name_or_path"):
-        config["revision"] = None  # of the base that it named
+        config["revision"] = None  # of the previous base
     content = json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n"
     return {"adapter_config.json": content.encode()}
 
 
 def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
-    """Compare the base that an adapter names with the run's, by the manifest there. Returns a note for the user."""
+    """Compare the base named by an adapter with the run's, by its manifest. Returns a note for the user."""
     revision, then, known = recorded_revision(settings, base_model), settings.get("base_sha256"), None
     wrong = ""
     try:
@@ -334,7 +331,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
     except RepositoryNotFoundError:
         return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
     except _FAILED:
-        pass  # of somebody else, who writes no manifest
+        pass  # published by others, without a manifest
     if wrong and not allowed:
         raise ValueError(
             f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push "
@@ -350,7 +347,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
 
 
 def _stored_packed(api: HfApi, base: str) -> bool | None:
-    """Whether a model on the Hub is stored in quantized layers; `None` if unknown."""
+    """True if a model on the Hub has quantized layers; `None` if unknown."""
     try:
         path = _retried(lambda: api.hf_hub_download(base, "config.json"), 2)
         return "quantization_config" in json.loads(Path(path).read_text())
@@ -361,10 +358,10 @@ def _stored_packed(api: HfApi, base: str) -> bool | None:
 def push_adapter(
     exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
 ) -> str | None:
-    """Save the adapter of a trainer or policy and upload it. `options` as for [`push_folder`]. None on other ranks."""
+    """Save a trainer's or policy's adapter and upload it. `options` as for [`push_folder`]. None on other ranks."""
     known = facts or card.facts_of(exported)
     root = Path((exported.args.output_dir or ".") if is_trainer(exported) else ".")
-    # kept after a failure: the next try goes on from there
+    # kept after a failure: the next attempt resumes
     folder = root / f"_hub-adapter-{repo_id.replace('/', '--')}"
     export.save_adapter(
         exported, folder, None, base_model, True, lambda partial, record: card.write(partial, known, record)
@@ -391,7 +388,7 @@ class Destination:
     adapter: bool
 
     def command(self, folder: str | os.PathLike) -> str:
-        """What publishes the run in `folder` from its files alone."""
+        """Command for publishing the run in `folder` from its files."""
         words = ["qerl-trl", "push", "adapter" if self.adapter else "model", str(folder), self.repo_id]
         words += ["--public"] * (not self.private)
         words += ["--base-model", self.base_model] if self.adapter and self.base_model else []
@@ -399,7 +396,7 @@ class Destination:
         return shlex.join(words)
 
     def unpublished(self, error: HubError, folder: str) -> HubError:
-        """The error of a push by the trainer, with what publishes the run without it."""
+        """Error of a push by the trainer, with the command for publishing later."""
         if not Path(folder, seal.MANIFEST_NAME).is_file():
             return error
         return HubError(
@@ -422,7 +419,7 @@ def push_run(
 
 
 def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, keep_as: str | None) -> str:
-    """Upload a sealed checkpoint with a card, and the files that a resumed run reads as the folder `keep_as`."""
+    """Upload a sealed checkpoint with a card, and the files for a resume as the folder `keep_as`."""
     further: Content = {}
     if keep_as is not None:
         changed = adapter_config(folder, to.base_model) if to.adapter else {}

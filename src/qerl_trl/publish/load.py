@@ -1,4 +1,4 @@
-"""The policy of a finished run, rebuilt for export or evaluation: its base in the run's format, and its adapter."""
+"""Rebuild the policy of a finished run for export or evaluation: its base in the run's format, and its adapter."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ class TrainedPolicy(NamedTuple):
         return cast(PreTrainedModel, self.model.get_base_model()) if isinstance(self.model, PeftModel) else self.model
 
 
-#: what an export takes: a live trainer, a rebuilt policy, or a bare model, of whose run nothing is known
+#: sources of an export: a live trainer, a rebuilt policy, or a bare model without a known run
 Exportable = OnlineTrainer | TrainedPolicy | PeftModel | PreTrainedModel
 
 
@@ -69,16 +69,16 @@ def load_policy(
     allow_other_base: bool = False,
     trust_remote_code: bool = False,
 ) -> TrainedPolicy:
-    """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
+    """Build the policy of a checkpoint or adapter folder: its base in the training format, and the adapter.
 
-    A base from the Hub is loaded at the revision that the run recorded, and its fingerprint is compared with the run's.
+    A base from the Hub is loaded at the recorded revision, and its fingerprint is compared with the run's.
 
     Args:
-        adapter: folder with adapter_config.json: a checkpoint, a finished run, or what `save_adapter` wrote.
-        base_model: folder or Hub id; default: what adapter_config.json says.
-        base_format: "nvfp4" or "bf16"; default: what the run recorded. Another one than the run's makes another model.
+        adapter: folder with adapter_config.json: a checkpoint, a finished run, or the output of `save_adapter`.
+        base_model: folder or Hub id; default: from adapter_config.json.
+        base_format: "nvfp4" or "bf16"; default: the run's. Another format makes another model.
         dtype: compute dtype; default: the run's, else bfloat16.
-        allow_other_base: take a base with other weights than the run's, which the record then says.
+        allow_other_base: accept a base with other weights than the run's, and record it.
         trust_remote_code: run the base's own code.
     """
     adapter = Path(adapter)
@@ -109,7 +109,7 @@ def load_policy(
     tokenizer = AutoTokenizer.from_pretrained(source, revision=at, trust_remote_code=trust_remote_code)
     found = identity.loaded_by(model)
     settings |= {"model": base_model, "merged_onto": base_format, "dtype": dtype, "auto_class": found}
-    settings.pop("base_revision", None)  # of the base that the run named
+    settings.pop("base_revision", None)  # of the run's own base
     if (commit := fingerprint.base_revision(model)) is not None:
         settings["base_revision"] = commit
     return TrainedPolicy(adapted, tokenizer, settings)
@@ -118,7 +118,7 @@ def load_policy(
 def _load_base(
     adapter: Path, settings: RunSettings, base: str, form: str, dtype: str, device: str, allowed: bool, code: bool
 ) -> PreTrainedModel:
-    """The base at the run's revision, with the tokens that `adapter` added, compared with the run's."""
+    """The base at the run's revision, with the tokens added by `adapter`, compared with the run's."""
     found: dict[str, Any] = {"revision": recorded_revision(settings, base), "trust_remote_code": code}
     hub = {"device_map": {"": device}, **found}
     if form == "nvfp4":
@@ -134,15 +134,15 @@ def _load_base(
         model = kind.from_pretrained(base, dtype=dtype, **hub)
         finish(model, revision=hub["revision"] or "main")
     fingerprint.take_embeddings(model, adapter)
-    if form == settings.get("base_format"):  # of another format no fingerprint was recorded
+    if form == settings.get("base_format"):  # the fingerprint is of the run's format only
         settings |= _compared(settings, model, base, dtype, allowed)
     return model
 
 
 def check_served_base(adapter: Path, base_model: str) -> str | None:
-    """Compare the base that an engine will load by itself: loaded here for a moment, in the run's format.
+    """Compare the base to be loaded by an engine: loaded here temporarily, in the run's format.
 
-    Returns the Hub's revision at which to load it, `None` for a folder.
+    Returns the Hub's revision for the engine, `None` for a folder.
     """
     with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
         if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
@@ -157,19 +157,19 @@ def check_served_base(adapter: Path, base_model: str) -> str | None:
 def _compare_as_recorded(
     adapter: Path, settings: RunSettings, base: str, device: str = "cpu", allowed: bool = False, code: bool = False
 ) -> None:
-    """Load a base for a moment in the format that the run trained on, and compare it."""
+    """Load a base temporarily in the run's format, and compare it."""
     recorded, revision = settings.get("base_format"), recorded_revision(settings, base)
     if recorded == "nvfp4" or (recorded == "bf16" and format_of(base, revision, code) == "bf16"):
         _load_base(adapter, settings, base, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
-    """The Hub's commit at which to load `base_model`: the run's, if it is the run's base and no folder."""
+    """The Hub commit for loading `base_model`: the run's, if it is the run's base and not a folder."""
     return settings.get("base_revision") if base_model == settings.get("model") and is_hub_id(base_model) else None
 
 
 def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool) -> RunSettings:
-    """Compare a base, just loaded, with the one the run recorded: weights and configuration. Returns what to record."""
+    """Compare weights and configuration of a loaded base with the run's. Returns the settings to record."""
     then, now = settings.get("base_sha256"), fingerprint.base_sha256(model)
     config = fingerprint.base_config(model)
     lines = identity.config_differences(settings.get("base_config"), config)
@@ -193,9 +193,9 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
 
 
 def require_whole(folder: Path) -> None:
-    """Refuse a folder of a run or checkpoint that changed since it was sealed, or with an adapter that is not finite.
+    """Refuse a run or checkpoint folder changed since it was sealed, or with an adapter that is not finite.
 
-    Without a manifest (another trainer's) there is a warning, and only the values are looked at.
+    Without a manifest (another trainer's), warn and check only the values.
     """
     if not (folder / seal.MANIFEST_NAME).is_file():
         logger.warning(
@@ -211,7 +211,7 @@ def require_whole(folder: Path) -> None:
 
 
 def recorded_settings(folder: Path) -> RunSettings:
-    """Settings recorded by the run in `folder`: its manifest, or that of the newest checkpoint inside."""
+    """Settings recorded by the run in `folder`: from its manifest, or the newest checkpoint's."""
     found = seal.recorded_settings(folder)
     if not seal.recorded_run(folder) and (newest := seal.last_checkpoint(folder)) is not None:
         found = seal.recorded_run(newest)
@@ -224,12 +224,12 @@ def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
 
 
 def format_of(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
-    """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
+    """Stored format of a model without an adapter: "nvfp4" or "bf16" (dense)."""
     return "nvfp4" if stored_as(model, revision, trust_remote_code) == "nvfp4" else "bf16"
 
 
 def stored_as(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
-    """As [`format_of`], with a dense model's dtype: "bfloat16", ...; "dense" if its configuration has none."""
+    """[`format_of`], with a dense model's dtype: "bfloat16", ...; "dense" if its configuration has none."""
     hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     config = load_config(model, trust_remote_code=trust_remote_code, **hub)
     if quantization_of(config) is not None:
@@ -239,7 +239,7 @@ def stored_as(model: str, revision: str | None = None, trust_remote_code: bool =
 
 
 def require_format(model: str, base_format: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """Refuse a model that is not stored as `base_format`."""
+    """Refuse a model not stored as `base_format`."""
     stored = format_of(model, revision, trust_remote_code)
     if stored == base_format:
         return
@@ -254,7 +254,7 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
 
 
 def require_adapter(folder: Path) -> None:
-    """Refuse a folder without an adapter; what it holds instead is named."""
+    """Refuse a folder without an adapter; the message names its content."""
     if (folder / "adapter_config.json").is_file():
         return
     what, remedy = "no adapter_config.json", "It is a model (merged already?): take it as it is (qerl-trl eval, push)"
@@ -268,7 +268,7 @@ def require_adapter(folder: Path) -> None:
 def load_any(
     model: str, device: str = "cpu", dtype: str | None = None, trust_remote_code: bool = False
 ) -> TrainedPolicy:
-    """A model without an adapter, as it is stored, with its tokenizer. `dtype`: compute dtype; default: as stored."""
+    """A model without an adapter, in its stored format, and its tokenizer. `dtype`: for compute; default: as stored."""
     code = {"trust_remote_code": trust_remote_code}
     config = load_config(model, NVFP4Config(compute_dtype=dtype) if dtype else None, **code)
     options: dict[str, Any] = {"dtype": dtype or "auto"}

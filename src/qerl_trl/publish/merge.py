@@ -1,7 +1,6 @@
 """A policy as the dense model to publish, tensor by tensor: names as on disk, weights merged, cast or rounded.
 
-[`entries_of`] lists the tensors; nothing is computed until an entry's `value()` is called, and the model itself is not
-touched.
+[`entries_of`] lists the tensors; an entry is computed by its `value()`, and the model itself is not modified.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +43,7 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 
 @contextmanager
 def _dense_base(layer: LoraLinear) -> Iterator[nn.Linear]:
-    """Lend a LoRA layer a dense float32 copy of its base layer; afterwards everything is as it was, bit for bit."""
+    """Lend a LoRA layer a dense float32 copy of its base layer; restored bit for bit afterwards."""
     base = _base_layer(layer)
     with torch.device("meta"):
         dense = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None)
@@ -62,13 +61,13 @@ def _dense_base(layer: LoraLinear) -> Iterator[nn.Linear]:
 
 
 def check_base(policy: TrainedPolicy) -> None:
-    """Refuse to build on a base that has changed since the run began: what is merged would be merged again."""
+    """Refuse a base changed since the run began: its changes would be merged twice."""
     adapted = isinstance(policy.model, PeftModel)
     fingerprint.check_base(policy.model, recorded_base(policy.settings) if adapted else None)
 
 
 def recorded_base(settings: RunSettings) -> str | None:
-    """Fingerprint that the run recorded of its base, where the policy stands on that one: in the run's format."""
+    """The run's recorded fingerprint of its base, if the policy uses the base in the run's format."""
     same_form = settings.get("merged_onto") in (None, settings.get("base_format"))
     return settings.get("base_sha256") if same_form else None
 
@@ -82,13 +81,13 @@ def merged_layer(layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class Entry(NamedTuple):
-    """A published tensor before conversion: its name, shape, original dtype, and how to get its value."""
+    """A tensor to publish, before conversion: name, shape, original dtype, and a function for its value."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     value: Callable[[], torch.Tensor]
-    layer: nn.Module | None = None  # the LoRA or NVFP4 layer whose weight this is
+    layer: nn.Module | None = None  # the LoRA or NVFP4 layer with this weight
 
 
 @torch.no_grad()
@@ -112,20 +111,20 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
     state = model.state_dict()
     if is_sharded(model) or any(tensor.is_meta for tensor in state.values()):
         raise RuntimeError(
-            "The model is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from "
-            "its folder: qerl-trl merge <checkpoint> <folder>."
+            "The model is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export "
+            "from its folder: qerl-trl merge <checkpoint> <folder>."
         )
     entries: list[Entry] = []
     seen: set[tuple] = set()
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     for key, tensor in state.items():
-        parts = key.split(".")  # the shortest prefix: an adapter wins over the packed layer inside it
+        parts = key.split(".")  # shortest prefix: an adapter wins over the packed layer inside it
         owner = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in owners), None)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        # of what was trained beside it (modules_to_save), the base's own is as it was, tied perhaps
+        # of a module in modules_to_save, a base has the original, possibly tied
         if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
             if place in seen:  # a tied tensor is written once, under its first name
-                # a trained copy that PEFT ties (ensure_weight_tying) is no part of a base
+                # a trained copy tied by PEFT (ensure_weight_tying) is not part of a base
                 if ".modules_to_save." not in key and key.replace(".original_module.", ".") not in tied:
                     raise ValueError(
                         f"{key} is in the same memory as another tensor, and transformers does not tie it again when "
@@ -179,7 +178,7 @@ def _layer_entries(
 
 
 def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, str]:
-    """In-memory names -> the names that checkpoints of this architecture use."""
+    """In-memory names -> checkpoint names of this architecture."""
     names = {}
     for entry in entries:
         stand_in = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -195,12 +194,12 @@ def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, s
 
 
 def nvfp4_layer(entry: Entry) -> NVFP4Linear | None:
-    """The packed layer whose weight this is, under an adapter or not; `None` for a dense tensor."""
+    """The packed layer with this weight, under an adapter or not; `None` for a dense tensor."""
     layer = None if entry.layer is None else _base_layer(entry.layer)
     return layer if isinstance(layer, NVFP4Linear) else None
 
 
-# --- how each tensor is made ------------------------------------------------------------------------------------------
+# --- one job per tensor -----------------------------------------------------------------------------------------------
 
 
 def cast_job(entry: Entry, dtype: torch.dtype) -> Job:
@@ -209,7 +208,7 @@ def cast_job(entry: Entry, dtype: torch.dtype) -> Job:
 
 
 def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
-    """As [`cast_job`], with a note of how much of the adapter's change of a layer the rounding to `dtype` keeps."""
+    """[`cast_job`], with a note of the share of the adapter's change kept by rounding to `dtype`."""
     job = cast_job(entry, dtype)
     if not isinstance(entry.layer, LoraLinear) or dtype == torch.float32:
         return job
@@ -225,7 +224,7 @@ def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
 
 
 def lossless_dtype(entry: Entry) -> torch.dtype:
-    """bfloat16 for a bf16 tensor that a float32 run loaded in float32, else its own dtype."""
+    """bfloat16 for a bf16 tensor loaded in float32 by a float32 run, else its own dtype."""
     if entry.dtype != torch.float32:
         return entry.dtype
     value = entry.value()
@@ -240,7 +239,7 @@ def packed_job(entry: Entry) -> Job:
 
 
 def fused_entries(entries: list[Entry]) -> list[list[Entry]]:
-    """Group the entries whose layers vLLM fuses (q/k/v, gate/up): they must share one global scale."""
+    """Group the entries of layers fused by vLLM (q/k/v, gate/up): they must share one global scale."""
     groups: dict[tuple[str, int], list[Entry]] = {}
     for position, entry in enumerate(entries):
         parent, _, child = entry.name.removesuffix(".weight").rpartition(".")
@@ -250,13 +249,11 @@ def fused_entries(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def requantize_job(group: list[Entry], scale_rule: str) -> Job:
-    """Round the merged weights of a fused group to NVFP4, with one global scale, and note how much survives."""
+    """Round the merged weights of a fused group to NVFP4, with one global scale, and note the surviving change."""
     note: RequantizedNote = {}
 
     def make() -> Iterator[torch.Tensor]:
-        amax = torch.stack(
-            [largest_magnitude(entry.value()) for entry in group]
-        ).amax()  # merged twice rather than kept
+        amax = torch.stack([largest_magnitude(entry.value()) for entry in group]).amax()  # merging twice saves memory
         shared = power_of_two_global_scale(amax)
         note["layers"] = [entry.name for entry in group]
         for entry in group:
@@ -285,7 +282,7 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def survived_of(notes: list[RequantizedNote]) -> Survived:
     change = sum(note["change"] for note in notes)
-    if change == 0:  # an untrained adapter: refused as one of which nothing is left
+    if change == 0:  # an untrained adapter: refused, as if nothing survived
         return {"kept_fraction": 0.0, "error_ratio": 0.0}
     kept, error = sum(note["kept"] for note in notes), sum(note["error"] for note in notes)
     return {"kept_fraction": kept / change, "error_ratio": (error / change) ** 0.5}

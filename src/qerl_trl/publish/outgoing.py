@@ -1,9 +1,8 @@
-"""What may leave this machine: a list of file names, and no file with a secret in it.
+"""Files allowed to leave this machine: an allow list of names, and a scan for secrets.
 
-Every upload of this package is put together by [`files_of`]; `hub`, in the one place that sends, lets [`check`] look for
-secrets in it. A file whose name is not on the list stays where it is: `training_args.bin`, optimizer states,
-logs, completions, notes. Only a checkpoint that is pushed to go on from (`hub_strategy="checkpoint"` and
-`"all_checkpoints"`) takes along what a resumed run reads, in its own folder.
+[`files_of`] assembles every upload of this package; [`check`] scans it for secrets in `hub`, the only sender. Other
+files stay here: `training_args.bin`, optimizer states, logs, completions, notes. Only a checkpoint pushed for a resume
+(`hub_strategy="checkpoint"` and `"all_checkpoints"`) takes the files for a resume along, in its own folder.
 """
 
 import hashlib
@@ -16,18 +15,19 @@ from ..checkpoint import seal
 from ..nvfp4.headers import check_inside
 from ..support import secrets
 
-#: repository path -> the file that is sent, or its content
+#: repository path -> file to send, or its content
 Content = dict[str, Path | bytes]
 
 _PUBLISHED = re.compile(
     r"README\.md|(?:LICENSE|LICENCE|NOTICE|COPYING)(?:\.txt|\.md)?"
     r"|(?:config|generation_config|(?:\w+/)?adapter_config|(?:video_)?preprocessor_config|processor_config)\.json"
-    r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|(?:vocab|merges)\.txt"
+    r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json"
+    r"|(?:vocab|merges)\.txt"
     r"|[\w.-]+\.(?:tiktoken|model)|(?:additional_chat_templates/)?[\w.-]+\.jinja"
     r"|(?:model|(?:\w+/)?adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     rf"|{re.escape(seal.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json"
 )
-#: what a resumed run reads beside the model
+#: files read by a resumed run, besides the model
 _RESUMED = re.compile(
     r"trainer_state\.json|(?:optimizer|scheduler|scaler)\.pt|optimizer\.bin|rng_state(?:_\d+)?\.pth"
     r"|reference_model\.safetensors|(?:optimizer|pytorch_model_fsdp)_0/(?:__\d+_\d+\.distcp|\.metadata)"
@@ -36,11 +36,11 @@ _CHECKPOINT = re.compile(r"(?:last-checkpoint|checkpoint-\d+)/(.+)")
 
 
 class HubError(RuntimeError):
-    """A publication that did not happen, and why. Nothing is visible on the Hub unless the message says otherwise."""
+    """A failed publication and its cause. Nothing is visible on the Hub unless the message says otherwise."""
 
 
 def may_leave(name: str) -> bool:
-    """Whether a file may be uploaded as `name`, its path in the repository."""
+    """True if a file may be uploaded as `name`, its path in the repository."""
     within = _CHECKPOINT.fullmatch(name)
     if within is None:
         return _PUBLISHED.fullmatch(name) is not None
@@ -48,7 +48,7 @@ def may_leave(name: str) -> bool:
 
 
 def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Content, list[str]]:
-    """Those of the files `names` in `folder` that may be uploaded (into `below`), and the names of the others."""
+    """Allowed files among `names` in `folder` (uploaded into `below`), and the names of the others."""
     names = sorted(names)
     allowed = [name for name in names if may_leave(f"{below}/{name}" if below else name)]
     check_inside(folder, [folder / name for name in allowed])
@@ -56,7 +56,7 @@ def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Conte
 
 
 def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> Content:
-    """Files of a checkpoint to resume from, for the repository's folder `below`, with `changed` contents."""
+    """Files for resuming from a checkpoint, in the repository's folder `below`, with `changed` contents."""
     sealed = seal.read_manifest(folder)
     files, _ = files_of(folder, sealed["files"].keys() - {"README.md"}, below)  # PEFT's template
     files |= changed
@@ -65,7 +65,7 @@ def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> 
 
 
 def manifest_of(content: Mapping[str, Path | bytes], sealed: seal.Manifest) -> bytes:
-    """The folder's manifest (`sealed`), reduced to the files and texts that are sent."""
+    """The folder's manifest (`sealed`), reduced to the uploaded files and texts."""
     files = {name: sealed["files"][name] for name in content if name in sealed["files"]}
     for name, data in content.items():
         if isinstance(data, bytes) and name != seal.MANIFEST_NAME:
@@ -76,7 +76,7 @@ def manifest_of(content: Mapping[str, Path | bytes], sealed: seal.Manifest) -> b
 
 
 def check_words(repo_id: str, revision: str | None, message: str) -> None:
-    """As [`check`], for what stands beside the files."""
+    """[`check`] for repository name, revision and commit message."""
     words = {"The name of the repository": repo_id, "Its revision": revision or "", "The commit message": message}
     for where, text in words.items():
         if (what := secrets.find(text)) is not None:
@@ -86,7 +86,7 @@ def check_words(repo_id: str, revision: str | None, message: str) -> None:
 
 
 def check(content: Mapping[str, Path | bytes]) -> None:
-    """Refuse a file that has a secret in it."""
+    """Refuse a file with a secret."""
     for name, data in content.items():
         where = name if isinstance(data, bytes) else data
         is_json = name.endswith(".json")

@@ -1,11 +1,11 @@
 """Quantize a folder: dense safetensors in, NVFP4 (compressed-tensors) out, without building the model.
 
-The model class is instantiated on the meta device, to learn which linear layers stay dense: the same rules as in
-`from_pretrained`. Then each weight is read, quantized and written to its final place; q/k/v and gate/up together, since
-they share a global scale. Several are worked on at a time, within a budget of memory. A killed run continues with the
-shards that are missing.
+The model class is instantiated on the meta device to find the linear layers that stay dense, by the rules of
+`from_pretrained`. Then each weight is read, quantized and written to its final place; q/k/v and gate/up together,
+because they share a global scale. Layers run in parallel within a memory budget. A killed run continues with the
+missing shards.
 
-On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck.
+On a CUDA device the arithmetic runs there (with the same bytes); reading and writing stay the bottleneck.
 """
 
 import dataclasses
@@ -52,17 +52,17 @@ from ..support.files import hub_commit, named_in_errors
 from . import write
 from .write import Job
 
-if TYPE_CHECKING:  # it imports PEFT, which this does without
+if TYPE_CHECKING:  # imports PEFT, not needed here
     from ..checkpoint.settings import RunSettings
 
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
 _SLACK_BYTES = 400_000_000
-#: what a model repository holds beside weights, and nothing that a reader would execute
+#: files of a model repository besides weights; no executable code
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
     "config.json", headers.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
-    # of a run
+    # of a training run
     "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json",
     RESULTS_NAME, BEFORE_NAME,
 )  # fmt: skip
@@ -80,7 +80,7 @@ class Quantized:
 
     @property
     def nmse(self) -> float:
-        """Over all layers, weighted by their size."""
+        """Over all layers, weighted by size."""
         return sum(layer["nmse"] * layer["weights"] for layer in self.layers) / max(self.weights, 1)
 
 
@@ -103,7 +103,7 @@ def quantize_folder(
         model: folder, or Hub id (downloaded into the Hub's cache).
         scale_rule, modules_to_not_convert: as in `NVFP4Config`.
         device: "cpu" or "cuda[:i]".
-        workers: layers worked on at a time, as threads; default: one on a small CPU, else one per core, at most 8.
+        workers: number of threads, each with one layer; default: one on a small CPU, else one per core, at most 8.
         card: called with the unfinished folder and the manifest's description, to add a README.
         progress: called with (bytes written since the last call, bytes in total).
 
@@ -134,7 +134,7 @@ def quantize_folder(
     }
     finished = seal.recorded_run(destination)
     known: Export = {**export, "settings": settings.copy()}
-    if "base_sha256" in finished.get("settings", {}):  # which is found out below
+    if "base_sha256" in finished.get("settings", {}):  # computed below
         known["settings"]["base_sha256"] = finished["settings"]["base_sha256"]
     if not write.is_complete(destination, known):
         entries = write.code_of(config)
@@ -151,7 +151,7 @@ def quantize_folder(
             seal.write_json_atomically(partial / REPORT_NAME, content)
             loading.finish()
             found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in written[1])}
-            if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
+            if parameters and parameters <= found.keys():  # the sealed record is completed from the written files
                 settings["base_sha256"] = fingerprint.sha256_of(found[name] for name in parameters)
             _copy_beside(folder, partial, str(model), config)
             write.leave_code_out(config)
@@ -196,14 +196,14 @@ def _matched(
         )
     dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in linears}
     packed = {f"{name}.{part}" for name in linears for part in PACKED}
-    # of another class its parameters have other names when it is trained
+    # another class would name its parameters differently in training
     as_loaded = config.architectures in (None, [type(model).__name__])
     loaded_as = {name: module for module, name in stored.items()}
     return tensors, converted, dense | packed if as_loaded else set(), loaded_as
 
 
 def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Stored names of the modules that transformers renames while loading, as Gemma 3's and Mistral 3's."""
+    """Stored names of modules renamed by transformers while loading, as in Gemma 3 and Mistral 3."""
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
@@ -222,7 +222,7 @@ def _as_loaded(row: fingerprint.FingerprintRow, modules: Mapping[str, str]) -> f
 
 
 def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
-    """Identity of a checkpoint: names, sizes and times of all that is read or copied; weights are not read for it."""
+    """Identity of a checkpoint: names, sizes and times of all files read or copied, without reading weights."""
     digest = hashlib.sha256("".join(f"{name} {info.dtype} {info.shape}" for name, info in tensors.items()).encode())
     for file in sorted({*(info.file for info in tensors.values()), folder / "config.json", *_beside(folder)}):
         status = file.stat()
@@ -243,7 +243,7 @@ def _write(
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
 ) -> tuple[list[QuantizedLayer], list[fingerprint.FingerprintRow]]:
-    """(errors of the quantized layers, rows of the fingerprint), of everything that was written."""
+    """(errors of the quantized layers, rows of the fingerprint), of all written tensors."""
     budget = Budget(2 * max(info.nbytes for info in tensors.values()) + _SLACK_BYTES)
     quantize = quantizer_for(torch.device(device), config.scale_rule)
     jobs = [
@@ -254,10 +254,10 @@ def _write(
     ]
     total = sum(job.nbytes for job in jobs)
     if workers is None:
-        cores = os.cpu_count() or 1  # on a small CPU more threads mostly wait for each other's interpreter lock
+        cores = os.cpu_count() or 1  # on a small CPU more threads mostly wait for the interpreter lock
         workers = 1 if torch.device(device).type == "cpu" and cores <= 2 else min(cores, 8)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # one core per worker: layers in parallel scale better than the pieces of a layer
+    torch.set_num_threads(1)  # one core per worker: parallel layers scale better than a parallel layer
     try:
         about = dict(checkpoints.WRITTEN_BY, scale_rule=config.scale_rule)
         written = write.write_shards(folder, jobs, about, max_shard_bytes, workers, lambda size: progress(size, total))
@@ -281,9 +281,9 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
 
 
 def _beside(folder: Path) -> list[Path]:
-    """What is copied as it is."""
+    """Files copied unchanged."""
     files = {file.name: file for pattern in _COPIED_PATTERNS for file in folder.glob(pattern)}
-    measured = {name for name, file in files.items() if file.match(EVALUATIONS)}  # of the model before it was quantized
+    measured = {name for name, file in files.items() if file.match(EVALUATIONS)}  # of the model before quantization
     left = {*_NOT_COPIED, *measured}
     return [file for name, file in sorted(files.items()) if name not in left and not name.endswith(".index.json")]
 
@@ -298,9 +298,9 @@ def _copy_beside(folder: Path, destination: Path, model: str, config: Pretrained
         named = {**content, "auto_map": write.naming_repository(content["auto_map"], model)}
         seal.write_json_atomically(own, named)
     if (folder / "tokenizer.json").is_file():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # without the model's own code
         known = stored(folder, config)
-        if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
+        if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # otherwise the file stays unchanged
             save_generation_config(destination, known, tokenizer)
 
 
@@ -315,18 +315,18 @@ def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
     )
 
 
-# --- how each tensor is made ------------------------------------------------------------------------------------------
+# --- one job per tensor -----------------------------------------------------------------------------------------------
 
-#: quantizes a matrix by a scale rule
+#: (matrix, scale rule) -> quantized matrix
 Quantize = Callable[[torch.Tensor, str], NVFP4Tensor]
-#: weights of a layer on which its error is measured: evenly spaced rows
+#: number of weights for measuring a layer's error, in evenly spaced rows
 _ERROR_SAMPLE = 1 << 16
-#: of a dense tensor, copied at a time
+#: bytes of a dense tensor copied at once
 _PIECE_BYTES = 1 << 24
 
 
 class Budget:
-    """Bytes that may be in work at a time; one job may always run, however large."""
+    """Bytes allowed in work at a time; a single job may always run, whatever its size."""
 
     def __init__(self, total: int):
         self._free, self._total = total, total
@@ -344,12 +344,12 @@ class Budget:
 
 
 def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
-    """The quantizer for `device`: the reference, or a kernel where it saves more than its compilation takes."""
+    """Quantizer for `device`: the reference, or a kernel if it saves more than its compilation takes."""
     if device.type == "cuda" and scale_rule != "rtn":
         import qerl_nvfp4
 
         if qerl_nvfp4.is_available(device):
-            lock = threading.Lock()  # Triton's launcher is not made for several threads; launching is short
+            lock = threading.Lock()  # Triton's launcher is not thread-safe; launching is short
 
             def by_kernel(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
                 scale = power_of_two_global_scale(largest_magnitude(weight))  # refuses NaN and infinity
@@ -385,7 +385,7 @@ def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize
             errors.append(_error(info.name.removesuffix(".weight"), weight, tensor))
             del weight, tensor
         if len(layers) > 1:
-            share_global_scale(layers)  # as after loading, so that the bytes are the same
+            share_global_scale(layers)  # as after loading, for the same bytes
         note["rows"] = [
             row_of(f"{error['name']}.{name}", parameter)
             for layer, error in zip(layers, errors, strict=True)
@@ -400,7 +400,7 @@ def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize
 
 
 def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
-    """A tensor that stays dense: float32 becomes the compute dtype. `device`: for its row of the fingerprint."""
+    """Copy a dense tensor; float32 becomes the compute dtype. `device`: for its row of the fingerprint."""
     note: QuantizedNote = {}
     stored = torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
@@ -430,7 +430,7 @@ def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> QuantizedLay
     packed, block_scale = tensor.packed[::step].contiguous(), tensor.block_scale[::step].contiguous()
     error = dequantize(packed, block_scale, tensor.global_scale, torch.float32) - sample
     sums = sample.square().sum(dtype=torch.float64), error.square().sum(dtype=torch.float64), error.abs().max().double()
-    squared, squared_error, largest = torch.stack(sums).tolist()  # a GPU is waited for once
+    squared, squared_error, largest = torch.stack(sums).tolist()  # one GPU sync
     return {
         "name": name,
         "shape": list(weight.shape),

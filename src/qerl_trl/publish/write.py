@@ -1,9 +1,9 @@
 """Safetensors written tensor by tensor, in any order, resumable.
 
-A checkpoint of any size is described by *jobs*: what tensors a job will give (names, dtypes, shapes) is known before
-their values are. So every file's header is written first and each tensor goes straight to its place in the file, from
-any thread and in any order, and no more than the tensors being worked on is ever in memory. A shard gets its final name
-when it is complete; a killed run continues with the shards that are missing.
+*Jobs* describe a checkpoint of any size: their tensors' names, dtypes and shapes are known before the values. So every
+file's header is written first, and each tensor goes straight to its place in the file, from any thread and in any
+order; only tensors in work are in memory. A complete shard gets its final name; a killed run continues with the missing
+shards.
 """
 
 import fcntl
@@ -28,15 +28,15 @@ from ..checkpoint.records import Note
 from ..nvfp4.checkpoints import TensorSpec
 from ..nvfp4.headers import DTYPES, INDEX_NAME, check_finite
 
-#: default size of a shard: small enough that a killed run loses little
+#: default shard size: small, so that a killed run loses little
 MAX_SHARD_BYTES = 1_000_000_000
 NOTES_SUFFIX = ".notes.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Job(NamedTuple):
-    """Tensors that are made together. `make` yields them in the order of `specs`, each whole or in slices of its first
-    dimension (a slice may be overwritten when the next is asked for); `note` may be filled by it (JSON) and is kept."""
+    """Tensors computed together. `make` yields them in the order of `specs`, whole or in slices of the first
+    dimension (a slice may be overwritten by the next), and may fill `note` (JSON), kept with the shard."""
 
     specs: tuple[TensorSpec, ...]
     make: Callable[[], Iterable[torch.Tensor]]
@@ -58,14 +58,14 @@ def write_shards(
     """Write the tensors of `jobs` as `model*.safetensors` with their index; finished shards are kept.
 
     Args:
-        folder: existing folder, from [`staging`] if an interrupted run shall be continued.
-        metadata: goes into each file's header, beside `format: pt`.
+        folder: existing folder; from [`staging`] to continue an interrupted run.
+        metadata: for each file's header, besides `format: pt`.
         max_shard_bytes: a job is never split, so a shard may exceed this by its largest job.
-        workers: jobs worked on at a time, as threads.
+        workers: number of threads, each with one job.
         progress: called with the number of bytes written, after each tensor or slice.
 
     Returns:
-        The jobs' notes, those of shards that an earlier run wrote included.
+        The jobs' notes, including those of shards from an earlier run.
     """
     names = [spec.name for job in jobs for spec in job.specs]
     assert len(names) == len(set(names)), "a tensor would be written twice"
@@ -110,7 +110,7 @@ def _notes_file(shard: Path) -> Path:
 
 
 def _run(missing: "list[_Shard]", workers: int) -> None:
-    """Do the shards' jobs, `workers` at a time and across shards."""
+    """Run the shards' jobs, `workers` at a time and across shards."""
     work = [(shard, job) for shard in missing for job in shard.jobs]
     if workers == 1:
         for shard, job in work:
@@ -127,8 +127,8 @@ class _Shard:
     def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
         self.path, self.jobs, self.progress = path, jobs, progress
         self._temporary = path.with_name(f".{path.name}.tmp")
-        # readers view the file's bytes as the tensor's dtype: what would leave its successor at an odd place comes
-        # last, wider dtypes first
+        # readers view the file's bytes as the tensor's dtype: sizes that misalign the next tensor come last, wider
+        # dtypes first
         specs = sorted(
             (spec for job in jobs for spec in job.specs),
             key=lambda spec: -spec.dtype.itemsize if spec.nbytes % 8 else -8,
@@ -152,7 +152,7 @@ class _Shard:
         self._file: io.FileIO | None = None
 
     def run(self, job: Job) -> None:
-        """Make the job's tensors and write each to its place; the last job to end publishes the file."""
+        """Compute the job's tensors and write each to its place; the last job to end publishes the file."""
         file = self._open()
         made = iter(job.make())
         for spec in job.specs:
@@ -196,7 +196,7 @@ class _Shard:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to be read or written in place."""
+    """Bytes of a contiguous CPU tensor, for reading or writing in place."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -209,13 +209,13 @@ def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
         data, offset = data[written:], offset + written
 
 
-# --- folders that are published whole or not at all -------------------------------------------------------------------
+# --- atomic publication of folders ------------------------------------------------------------------------------------
 
 _RECORD_NAME = ".record.json"
 
 
 def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> None:
-    """Refuse a destination that is or holds its own source: `overwrite` would remove a run with its checkpoints."""
+    """Refuse a destination that is or contains its own source: `overwrite` would remove a run with its checkpoints."""
     read, written = Path(source).resolve(), Path(destination).resolve()
     if read.is_dir() and read.is_relative_to(written):
         raise ValueError(
@@ -225,7 +225,7 @@ def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> 
 
 
 def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
-    """Refuse a destination with something else in it, or, with `overwrite`, with more than one export in it."""
+    """Refuse a destination with other content, or, with `overwrite`, with more than one export."""
     destination = Path(destination).absolute()
     taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
     if not taken:
@@ -239,7 +239,7 @@ def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
 
 
 def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
-    """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
+    """True if `destination` is sealed with exactly the description `run`: the same command already finished."""
     same = seal.recorded_run(destination) == _as_json(run)
     return same and not seal.problems(destination) and not seal.added(destination)
 
@@ -248,12 +248,12 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
 def staging(
     destination: str | os.PathLike, run: Mapping[str, Any], overwrite: bool = False, resumable: bool = False
 ) -> Iterator[Path]:
-    """Yield a folder to fill; when the block ends well, seal it and make it `destination`.
+    """Yield a folder to fill; on success, seal it and rename it to `destination`.
 
     Args:
-        run: JSON description of what is made from what. Becomes the manifest's `run`.
-        resumable: an interrupted run with the same description is continued in its folder; else it is discarded.
-        overwrite: replace an existing destination. Otherwise only an empty folder may be there.
+        run: JSON description of sources and result. Becomes the manifest's `run`.
+        resumable: continue an interrupted run with the same description in its folder; else discard it.
+        overwrite: replace an existing destination. Otherwise only an empty folder is accepted.
 
     Raises:
         `ValueError`: as [`require_room`]. `RuntimeError`: another process is writing it.
@@ -293,7 +293,7 @@ def _as_json(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace(new: Path, destination: Path) -> None:
-    """Make the folder `new` the folder `destination`; the old one is removed afterwards."""
+    """Rename the folder `new` to `destination`; the old one is removed afterwards."""
     old = destination.with_name(f".{destination.name}.old")
     seal.discard(old)
     if destination.exists():
@@ -302,7 +302,7 @@ def _replace(new: Path, destination: Path) -> None:
     seal.discard(old) if old.is_dir() else old.unlink(missing_ok=True)
 
 
-# --- a model with code of its own -------------------------------------------------------------------------------------
+# --- models with custom code ------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -312,12 +312,12 @@ def code_of(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def leave_code_out(config: Any) -> None:
-    """Keep `config.save_pretrained` from copying the code, and from naming the copy in the place of the repository."""
+    """Keep `config.save_pretrained` from copying the code, and from replacing the repository's name by the copy's."""
     config._auto_class = None
 
 
 def naming_repository(entries: dict[str, Any], repo: str) -> dict[str, Any]:
-    """An auto_map whose files are those of the repository `repo`."""
+    """An auto_map with files of the repository `repo`."""
 
     def of_repo(name: Any) -> Any:
         if isinstance(name, (list, tuple)):
@@ -328,7 +328,7 @@ def naming_repository(entries: dict[str, Any], repo: str) -> dict[str, Any]:
 
 
 def warn_of_code(entries: dict[str, Any], folder: str | os.PathLike) -> None:
-    """Warn that `folder` cannot be loaded without the files that its auto_map names."""
+    """Warn that `folder` cannot be loaded without the files named by its auto_map."""
     parts = [
         part for name in entries.values() for part in (name if isinstance(name, (list, tuple)) else [name]) if part
     ]

@@ -1,1 +1,1 @@
-"""Rollouts: what an engine is told, how it is kept up to date, and the check that it computes what the trainer computes."""
+"""Rollouts: engine settings, syncs of the adapter and the noise, and the comparison of engine and trainer."""

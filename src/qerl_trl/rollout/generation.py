@@ -1,17 +1,16 @@
 """Rollouts in vLLM: TRL's `VLLMGeneration`, with the weights shared and nothing merged.
 
-What differs from the parent, method by method:
+Differences from the parent:
 
 | method | why |
 |---|---|
-| `_init_vllm` | builds one of our engines (engine.py), which reads the trainer's tensors or is compared with them; then it is probed |
-| `start` (new) | does that once training starts, where accelerate moves and shards the model only then (supported.py) |
-| `sync_weights` | puts into the engine what an update changes (weights.py): the adapter, never merged; with `full` every weight |
-| `generate` | brings adapter and noise up to date first; lets the engine sleep afterwards; reports a dead engine as such |
+| `_init_vllm` | builds one of our engines (engine.py) and probes it |
+| `start` (new) | the same at the start of training, if accelerate moves and shards the model then (supported.py) |
+| `sync_weights` | syncs the trained weights (weights.py): the adapter, never merged; every weight with `full` |
+| `generate` | syncs adapter and noise first; puts the engine to sleep afterwards; reports a dead engine |
+| `rollout` (new) | the trainer's block around its whole `_generate` |
 
-New is `rollout`, which the trainer puts around its whole `_generate`.
-
-Every `base_format` goes through here; supported.py says what each can do.
+It serves every `base_format`; supported.py lists their limits.
 """
 
 import contextlib
@@ -41,39 +40,45 @@ from .supported import placed_in_training
 from .weights import DTYPES, TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
-NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
+#: failures of an engine; other exceptions are bugs and pass through
+_OF_ENGINE: tuple[type[Exception], ...] = (RuntimeError, OSError, AssertionError)
+NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # step -1: equals no rollout's draw
 
 
 class QeRLVLLMGeneration(VLLMGeneration):
-    """Generation in vLLM for a QeRL trainer; built in place of TRL's `VLLMGeneration`, with the same arguments and the trainer."""
+    """Generation in vLLM for a QeRL trainer: TRL's `VLLMGeneration` with an extra argument `trainer`."""
 
     engine: Engine
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self.trainer = trainer
-        self._stamp: tuple[int, str] | None = None  # step and stamp of the trained weights when they were put
+        self._stamp: tuple[int, str] | None = None  # step and stamp of the trained weights at the latest sync
         self._put: str | None = None  # their fingerprint
         self._draw: NoiseDraw | None = None
         self._noisy: tuple[str, ...] = ()
         self._inside = False
-        self._calls: dict[tuple[int, bool], int] = {}  # of `generate`, in this step
-        self._probed = 0  # the step of the latest probe
+        self._calls: dict[tuple[int, bool], int] = {}  # calls of `generate` in this step
+        self._probed = 0  # step of the latest probe
         self.shared = False
         self.waits = False  # for accelerate to place the model
-        # of the latest rollout's tokens, also where TRL's trainer drops them
+        # log-probabilities of the latest rollout; TRL's RLOO drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        chosen = sampling_arguments(trainer.eos_token_ids, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
+        # TRL never reads the text, and decoding takes as long as a GPU step; only vLLM's `stop` needs it
+        chosen = dict(kwargs.get("generation_kwargs") or {})
+        chosen.pop("eos_token_id", None)
+        if not chosen.get("stop") and kwargs.get("mode") == "colocate":
+            chosen.setdefault("detokenize", False)
+        if not chosen.get("ignore_eos"):
+            chosen["stop_token_ids"] = trainer.eos_token_ids
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
-
-    # ------------------------------------------------------------------ start
 
     def _init_vllm(self) -> None:
         check_vocabulary(self.model)
         self.trained = trained_part(self.model)
         self.waits = placed_in_training(self.accelerator)
         if self.waits and self.mode == "colocate":
-            memory_arguments(self)  # what does not fit is said now
+            memory_arguments(self)  # raises early if it does not fit
             self.engine = RankWithoutEngine()
         else:
             self._open()
@@ -89,8 +94,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def start(self) -> None:
-        """Build and check what waited for the model to be on its device, in the form in which it is trained. Every process calls it, after
-        accelerate has prepared the model; does nothing the second time."""
+        """Build and probe an engine that waited for accelerate to place the model. Call it in every process, after
+        `accelerator.prepare`. Safe to call twice."""
         if not self.waits:
             return
         if self.mode == "colocate":
@@ -102,11 +107,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self.probe_noise()
 
     def begin(self, checkpoint: str | None) -> None:
-        """At the start of a training, from a checkpoint or not: calls of `generate` are counted from this step on, as in a new process."""
+        """Count calls of `generate` from 0 at the start of a training, so that a resumed run draws the same seeds."""
         self._calls = {}
 
     def run_probe(self) -> None:
-        """Compare the engine with the trainer (probe.py). Every process calls it. Raises [`RolloutError`] where `rollout_probe="refuse"`."""
+        """Compare the engine with the trainer (probe.py). Call it in every process.
+        Raises [`RolloutError`] with `rollout_probe="refuse"`."""
         self.probe_result, self._clean = None, None
         if self.trainer.args.rollout_probe == "off":
             return
@@ -118,12 +124,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._report(self.probe_result, "Rollout probe")
 
     def probe_noise(self) -> None:
-        """Compare them under noise. Every process calls it, once `trainer.aqn` knows the norms. Raises [`RolloutError`] where
-        `rollout_probe="refuse"`, `ValueError` where the engine has a norm that cannot carry noise."""
+        """Compare them under noise. Call it in every process, once `trainer.aqn` knows the norms. Raises
+        [`RolloutError`] with `rollout_probe="refuse"`, `ValueError` if a norm of the engine cannot carry noise."""
         if self.waits or self.probe_result is None:
-            return  # `start` does it, or nobody
+            return  # `start` calls it later, or the probe is off
         self.engine.wake()
-        same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # nothing was loaded since
+        same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # no load since
         known, under = (self._clean if same else None), self.trainer.aqn.under
         self.noise_result = self._probe.noise(self.sync_noise, under, known)
         self._check()
@@ -134,9 +140,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
         report(result, name, self.trainer.args.rollout_probe, remedy)
 
     def _probe_if_due(self) -> None:
-        """The first rule of the probe again, with the adapter as it is, every `rollout_probe_steps` steps of training."""
+        """Repeat the probe's first rule with the current adapter every `rollout_probe_steps` steps of training."""
         step, every = self.trainer.state.global_step, self.trainer.args.rollout_probe_steps
-        # the first rollout of every so many steps: a rollout lasts for several, so that not each multiple begins one
+        # a rollout lasts for several steps, so not every multiple starts one
         due = every and step // every != self._probed // every
         if not due or self.probe_result is None or not self.trainer.model.training:
             return
@@ -150,15 +156,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _check_started(self) -> None:
         if self.waits:
             raise RolloutError(
-                "There is no engine yet: under FSDP and DeepSpeed it is built when training starts. Call train() first; eval_on_start=True evaluates "
-                "before the first step."
+                "There is no engine yet: under FSDP and DeepSpeed it is built when training starts. Call train() "
+                "first; eval_on_start=True evaluates before the first step."
             )
 
     def _build_engine(self) -> Engine:
         args, trainer = self.trainer.args, self.trainer
         held_out = trainer.eval_dataset
         data = [trainer.train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])]
-        # RLOO has none of the three
+        # RLOO lacks all three
         plays = any(vars(trainer).get(name) for name in ("tools", "environments", "rollout_func"))
         self.spec = EngineSpec.of(
             self.model,
@@ -184,7 +190,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         return ServerEngine(url, self.spec, self.model, self.server_timeout)
 
     def _compute_dtype(self) -> torch.dtype:
-        """What the engine computes in: as the trainer, whose float32 weights are computed with in 16 bits under autocast."""
+        """The trainer's compute dtype: 16 bits for float32 weights under autocast."""
         args = self.trainer.args
         if isinstance(self.trained, TrainedWeights) and (args.bf16 or args.fp16):
             return torch.bfloat16 if args.bf16 else torch.float16
@@ -206,27 +212,25 @@ class QeRLVLLMGeneration(VLLMGeneration):
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
         ensure_master_addr_port()
-        # weights that are trained themselves change while the engine is not looking, and are mostly float32
+        # trained weights change between syncs and are mostly float32, so only a frozen base can be shared
         wanted = args.share_weights and isinstance(self.trained, TrainedAdapter)
         self.shared = wanted and tp == 1 and not is_sharded(self.model)
         if wanted and not self.shared:
             logger.info("The engine has a copy of the weights: it is sharded, or the trainer is.")
-        sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent would sleep at level 2
+        sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent sleeps at level 2
         placement = {
             "tensor_parallel_size": tp,
             "distributed_executor_backend": "external_launcher",
-            # the same seed in a tensor-parallel group, so that its ranks sample the same tokens
+            # one seed per tensor-parallel group: its ranks must sample the same tokens
             "seed": accelerator.process_index // tp,
         }
         arguments = placement | agreed(memory_arguments(self), self.tp_group) | (args.vllm_engine_kwargs or {})
         return InProcessEngine(self.model, self.spec, self.shared, sleeps, self.tp_group, arguments)
 
-    # ------------------------------------------------------------------ sync
-
     def sync_weights(self, draw: NoiseDraw | None = None) -> None:
-        """Put what is trained into the engine, and the noise of `draw` where it changes. Collective where parameters are sharded."""
+        """Sync the trained weights, and the noise of `draw` if given. Collective for sharded parameters."""
         self._check_started()
-        self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
+        self.engine.wake()  # a sleeping engine's copy of the weights cannot be written
         part = None if self.trained.whole() else self.trained.stamp()
         self._put, effective = self.trained.put(self.engine, self._dist.gather_params, self._noisy, draw)
         self._stamp = self.trainer.state.global_step, part or self._put
@@ -234,20 +238,20 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self._note_noise(draw, effective)
 
     def _is_put(self) -> bool:
-        """Whether what is trained was put as it is now, and in this step: a sync is collective where parameters are sharded, so that every process
-        has to make it."""
+        """Whether the current weights were synced in this step. The step decides alike in every process, since a sync
+        of sharded parameters is collective."""
         if self._stamp is None or self._stamp[0] != self.trainer.state.global_step:
             return False
         return self._stamp[1] == self.trained.stamp()
 
     def sync_noise(self, draw: NoiseDraw | None = None) -> None:
-        """Put the noise of `draw`, by default that of this moment (`trainer.aqn.draw`), on the engine's norms."""
+        """Put the noise of `draw` (default: the current `trainer.aqn.draw`) on the engine's norms."""
         due = self._due(draw)
         if due is not None:
             self._note_noise(due, self.engine.put(None, self._noisy, due))
 
     def _due(self, draw: NoiseDraw | None) -> NoiseDraw | None:
-        """What `sync_noise` has to put; None where the engine has it already, or something that is as good."""
+        """Noise for `sync_noise` to put; None if the engine has it already, or both are without noise."""
         aqn = self.trainer.aqn
         if aqn is None:
             return None
@@ -255,61 +259,47 @@ class QeRLVLLMGeneration(VLLMGeneration):
         clean = draw.sigma == 0 and (self._draw is None or self._draw.sigma == 0)
         if draw == self._draw or clean:
             return None
-        self._noisy = aqn.norms or self._noisy  # it knows none once training has ended
+        self._noisy = aqn.norms or self._noisy  # empty after the end of training
         return draw
 
     def _note_noise(self, draw: NoiseDraw, effective: float | None) -> None:
-        """The engine has this noise from now on; `effective` is what it says of it."""
+        """Record the engine's noise and its `effective` sigma."""
         if effective is not None:
             draw.check(effective)
             if draw.sigma > 0:
                 self.trainer.aqn.sigma_effective = effective
         self._draw = draw
 
-    # ------------------------------------------------------------------ generate
-
-    @contextlib.contextmanager
-    def rollout(self) -> Iterator[None]:
-        """Around a whole rollout of the trainer (its `_generate`): whatever samples from the engine inside, a rollout function, a tool,
-        an environment or `generate`, meets the weights and the noise of this moment. One draw, one limit of time, one sleep afterwards.
-        """
-        with self._up_to_date():
-            self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more
-            with self._engine_errors():
-                self._probe_if_due()
-            yield
+    def rollout(self) -> contextlib.AbstractContextManager[None]:
+        """Block around a whole rollout of the trainer (its `_generate`): rollout functions, tools, environments and
+        `generate` in it share the current weights, one noise draw, one time limit and one sleep afterwards."""
+        return self._up_to_date(whole=True)
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        """As the parent's, with the adapter and the noise of this very moment, and on a server with seeds that are a function of the run's and
-        of the step, so that a resumed run draws what it would have drawn."""
+        """The parent's `generate` with current adapter and noise. On a server each prompt has a seed, unless the user
+        gave one: a function of run seed, step and call, so that a resumed run draws the same completions."""
         training, step = self.trainer.model.training, self.trainer.state.global_step
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
-        with self._up_to_date(), self._engine_errors(), self._seeded_server(step, int(training), number):
-            generated = super().generate(prompts, images, num_generations, profiler)
+        own = self.generation_kwargs
+        if self.mode == "server" and "seed" not in own:  # no checkpoint has the server's generator
+            self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, step, int(training), number))}
+        try:
+            with self._up_to_date():
+                generated = super().generate(prompts, images, num_generations, profiler)
+        finally:
+            self.generation_kwargs = own
         self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
         return generated
 
-    @contextlib.contextmanager
-    def _seeded_server(self, *which: int) -> Iterator[None]:
-        """Inside, TRL's `generate` asks a server with a seed for each prompt, unless the user gave one: a server's own generator is in no
-        checkpoint. `which`: step, 1 in training and 0 else, and which call of these it is."""
-        own = self.generation_kwargs
-        if self.mode == "server" and "seed" not in own:
-            self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, *which))}
-        try:
-            yield
-        finally:
-            self.generation_kwargs = own
-
     def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-        """Greedy completions (token ids) of this process's prompts (token ids): adapter as it is at this moment, noise off.
-        Every process calls it."""
+        """Greedy completions (token ids) of this process's prompts (token ids), with the current adapter and no noise.
+        Call it in every process."""
         return [completion.tokens for completion in self._complete(prompts, Sampling(max_tokens), NO_NOISE)]
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """As `generate_greedily`, drawn as `sampling` says, with log-probabilities; inside a rollout of training, under its noise.
-        Every process calls it, each with as many prompts as it has."""
+        """Completions of this process's prompts (token ids), with log-probabilities; under the noise of a surrounding
+        training rollout, else without noise. Call it in every process, with any number of prompts."""
         return self._complete(prompts, sampling, None if self._inside and self.trainer.model.training else NO_NOISE)
 
     def _complete(
@@ -317,39 +307,52 @@ class QeRLVLLMGeneration(VLLMGeneration):
     ) -> list[Completion]:
         sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
-        with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
+        with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))):
             return self.engine.generate(prompts, sampling)
 
     @contextlib.contextmanager
-    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1) -> Iterator[None]:
-        """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards. `rollouts`: how many
-        rollouts' time it may take.
+    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1, whole: bool = False) -> Iterator[None]:
+        """Keep the engine awake with current weights and the noise of `draw` (default: `trainer.aqn`'s).
 
         Re-entrant: the inner block keeps the outer time limit, leaves the engine awake, and restores the outer noise.
+
+        Args:
+            rollouts: multiple of `rollout_timeout` for the block.
+            whole: the block is the trainer's whole rollout; user code may fail in it too.
+
+        Raises:
+            `RolloutError`: the engine failed, or took too long.
         """
         self._check_started()
-        if self._inside:
-            before = self._draw
-            with self._engine_errors():
-                self._prepare(draw)
-            yield
-            with self._engine_errors():
-                self.sync_noise(before or NO_NOISE)
-            return
+        outer, before, failures = not self._inside, self._draw, _OF_ENGINE
         try:
-            with self._limited(rollouts):
-                with self._engine_errors():
-                    self._prepare(draw)
-                self._inside = True
+            with self._limited(rollouts) if outer else contextlib.nullcontext():
+                self._prepare(draw)
+                if whole:
+                    # else TRL would sync the weights again
+                    self.trainer._last_loaded_step = self.trainer.state.global_step
+                    self._probe_if_due()
+                self._inside, failures = True, (RolloutError,) if whole else _OF_ENGINE
                 yield
-                with self._engine_errors():
+                failures = _OF_ENGINE
+                if outer:
                     self._check()
                     self.engine.sleep()
-        except RolloutError as error:  # outside of the limit: a save may take longer than what is left of it
-            error.args = (f"{error} {self.trainer.rescue()}",)
-            raise
+                else:
+                    self.sync_noise(before or NO_NOISE)
+        except failures as error:
+            failed, cause = error, error.__cause__
+            if not isinstance(error, RolloutError):
+                step, what = self.trainer.state.global_step, f"{type(error).__name__}: {error}"
+                failed, cause = (
+                    RolloutError(f"The rollout failed in vLLM ({self.mode} mode) at step {step}: {what}."),
+                    error,
+                )
+            if outer:  # outside the time limit, because a save takes long
+                failed.args = (f"{failed} {self.trainer.rescue()}",)
+            raise failed from cause
         finally:
-            self._inside = False
+            self._inside = self._inside and not outer
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
@@ -364,22 +367,13 @@ class QeRLVLLMGeneration(VLLMGeneration):
             check_contents(contents, self._put, self._draw)
 
     def _limited(self, rollouts: int) -> contextlib.AbstractContextManager[None]:
-        """`rollout_timeout` for what is inside."""
+        """`rollout_timeout` for a block."""
         timeout = self.trainer.args.rollout_timeout
-        late = "vLLM did not finish a rollout within rollout_timeout={:g} s. If it, a tool or a rollout function hangs, restart; else raise the limit."
+        late = (
+            "vLLM did not finish a rollout within rollout_timeout={:g} s. If it, a tool or a rollout function hangs, "
+            "restart; else raise the limit."
+        )
         return deadline(timeout and timeout * rollouts, lambda: RolloutError(late.format(timeout)))
-
-    @contextlib.contextmanager
-    def _engine_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RolloutError:
-            raise
-        except (RuntimeError, OSError, AssertionError) as error:  # anything else is a bug, to show as it is
-            raise RolloutError(
-                f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "
-                f"{type(error).__name__}: {error}."
-            ) from error
 
     def shutdown(self) -> None:
         """Stop the engine and give its memory back. Safe to call twice."""
@@ -388,17 +382,17 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
 
 def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | None") -> dict[str, Any]:
-    """The smallest of each number over all processes of one engine: each planned for its own GPU, and their schedulers have to decide alike.
-    Collective in `group`; None: an engine of one process."""
+    """Minimum of each number over the processes of one engine: each planned for its own GPU, but their schedulers must
+    decide alike. Collective in `group`; None: an engine of one process."""
     if group is None:
         return arguments
     every = gathered(arguments, group)
-    names = {name: None for each in every for name in each}  # a plan with less room has more of them
+    names = {name: None for each in every for name in each}  # a plan for less memory has more of them
     return {name: min(each[name] for each in every if name in each) for name in names}
 
 
 def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:
-    """What `LLM` is told about memory: the user's share of the GPU, or a planned KV cache."""
+    """Memory arguments of `LLM`: the user's share of the GPU, or a planned KV cache."""
     if generation.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": generation.gpu_memory_utilization}
     plan: MemoryPlan = generation.trainer.memory_plan
@@ -414,11 +408,3 @@ class StartsEngine(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._generation.start()
-
-
-def sampling_arguments(ends: list[int], mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling arguments: the user's, the trainer's `ends`, and in process no text, which TRL does not read and which
-    takes as long as a step of the GPU. With `stop` vLLM looks for words in it."""
-    stop = {} if chosen.get("ignore_eos") else {"stop_token_ids": ends}
-    text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
-    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | stop

@@ -1,20 +1,18 @@
-"""How far apart the policy that sampled and the policy that is trained are, per generated token, and when that is too far.
+"""Mismatch of the sampling and the trained policy per generated token, and its limits.
 
-With p the policy that is trained, q the one that sampled, and r = p / q of a sampled token:
+With p the trained policy, q the sampling policy, and r = p / q of a sampled token:
 
-- the mean of r - 1 - log r estimates KL(q || p): zero for equal policies, and what noise, rounding, a stale adapter or other weights add;
-- the mean of r is 1 whatever p is, noisy or rounded, as long as q is what the tokens were drawn from. Its logarithm, the *gap*, shows
-  log-probabilities that are not: shifted, of another temperature, of other tokens. A constant error of 0.3 nats is a KL of 0.04 only.
-  Where tokens are left out (`top_p` and others) it is the mass that p has on those that are not, between bounds ([`gap_bounds`]), and r is
-  that mass on every token: only tokens with r > 1 then show a difference, and none do where the sampler reweighs tokens ([`sampler`]);
-- the mean of -log q is the entropy of the policy that sampled.
+- the mean of r - 1 - log r estimates KL(q || p): zero for equal policies, raised by noise, rounding or a stale adapter;
+- the mean of r is 1 for any p, noisy or rounded, if the tokens were drawn from q. Its logarithm, the *gap*, reveals
+  wrong log-probabilities (shifted, other temperature or tokens); a constant error of 0.3 nats is a KL of only 0.04.
+  With tokens left out (`top_p` and others) it is p's mass on the rest, within [`gap_bounds`], and r is this mass on
+  every token: only tokens with r > 1 show a difference, and none do if the sampler reweighs tokens ([`sampler`]);
+- the mean of -log q is the entropy of the sampling policy.
 
 Shapes: B sequences, T tokens of a completion.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -28,24 +26,25 @@ from ..support.trl import OnlineTrainer
 
 logger = logging.get_logger(__name__)
 Sampler = Literal["all", "top_p", "some", "reweighed"]
-#: sequences of a rollout on which the mismatch is estimated when there are no log-probabilities of all of it
+#: sequences per rollout for an estimate, if log-probabilities are computed only for it
 _SAMPLE = 8
-#: share of a rollout's tokens that may be without a finite log-probability
+#: allowed share of tokens without a finite log-probability in a rollout
 _MISSING = 0.01
-#: of `generation_kwargs`, what changes no probability, and what only leaves tokens out
+#: `generation_kwargs` with no effect on probabilities, and those that only leave tokens out
 _NEUTRAL = {
-    "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "eos_token_id", "ignore_eos", "include_stop_str_in_output", "seed", "n", "temperature",
-    "do_sample", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection",
+    "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "eos_token_id", "ignore_eos",
+    "include_stop_str_in_output", "seed", "n", "temperature", "do_sample", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "repetition_detection",
 }  # fmt: skip
 _LEAVE_OUT = {"top_k", "top_p", "min_p", "min_tokens", "allowed_token_ids", "bad_words", "structured_outputs"}
 
 
 class Mismatch(NamedTuple):
-    """What the log-probabilities of one rollout say; a number is `None` where they do not say it. Its fields are logged as `rollout/...`.
+    """Statistics of one rollout's log-probabilities, logged as `rollout/...`; `None` if unknown.
 
-    `mismatch_kl`: KL(rollout || trainer) in nats per token. `logp_gap`: see the module, with its standard error `logp_gap_error`.
-    `entropy`: of the policy that sampled, nats per token. `nan_logps`: tokens of which the engine returned no finite log-probability.
-    `truncated_fraction`: share of importance ratios that TRL cut off. `kl_above`: the part of `mismatch_kl` on tokens that the trainer finds likelier.
+    `mismatch_kl`: KL(rollout || trainer), nats per token; `kl_above`: its part on tokens with r > 1. `logp_gap`: see
+    the module; `logp_gap_error`: its standard error. `entropy`: of the sampling policy, nats per token. `nan_logps`:
+    tokens without a finite log-probability. `truncated_fraction`: share of importance ratios cut off by TRL.
     """
 
     mismatch_kl: float | None
@@ -61,8 +60,8 @@ class Mismatch(NamedTuple):
 def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> Mismatch | None:
     """Compare the log-probabilities of a rollout (TRL's dictionary of a generated batch), over all processes.
 
-    Where both are at hand (`rollout/mismatch.py`), over the whole rollout. RLOO keeps none per token: with noise in the rollout only they are
-    computed on the first few sequences, clean and noisy (of text: pictures are not fed again). `None`: the two policies are the same.
+    Uses the whole rollout if it has both. RLOO keeps none per token: under noise in the rollout only, they are computed
+    on the first few text-only sequences, clean and noisy. Returns `None` if the two policies are the same.
     """
     mask = rollout["completion_mask"].bool()
     if "tool_mask" in rollout:
@@ -78,9 +77,7 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
                 with aqn.noisy():
                     sampled = _logps(trainer, rollout, count)
             sampled = sampled[:count]
-        elif (
-            sampled is None or not trainer.args.use_vllm
-        ):  # nobody reads what a rollout function returns without an engine
+        elif sampled is None or not trainer.args.use_vllm:  # a rollout function's own are used only with vLLM
             return None
     found = of_logps(trainer, trained, sampled, mask)
     ratio = rollout.get("importance_sampling_ratio")
@@ -109,14 +106,14 @@ def of_logps(
     missing = asked - total
     if missing > _MISSING * asked:
         raise RuntimeError(
-            f"The engine returned no finite log-probability for {int(missing)} of the {int(asked)} tokens of a rollout, so the update could not be "
-            "corrected. Restart the engine and resume from the last checkpoint."
+            f"The engine returned no finite log-probability for {int(missing)} of the {int(asked)} tokens of a "
+            "rollout, so the update could not be corrected. Restart the engine and resume from the last checkpoint."
         )
     total = max(total, 1.0)
     entropy, mean = -log_q / total, first / total
     if trained is None or missing == asked:
         return Mismatch(None, None, None, entropy, int(missing))
-    if not first:  # not one ratio is above 0: as far apart as can be, or the trainer overflowed
+    if not first:  # every ratio is 0: the policies share no token, or the trainer overflowed
         return Mismatch(divergence / total, -math.inf, 0.0, entropy, int(missing))
     error = math.sqrt(max(second / total - mean * mean, 0.0) / total) / mean
     return Mismatch(divergence / total, math.log(mean), error, entropy, int(missing), kl_above=above / total)
@@ -125,8 +122,8 @@ def of_logps(
 def truncated_fraction(
     ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
 ) -> torch.Tensor:
-    """Share of importance ratios, (B, T) or one per sequence (B, 1), that TRL's correction `mode` clipped or dropped."""
-    cut = ratio == 0  # how the mask modes mark it
+    """Share of importance ratios, (B, T) or one per sequence (B, 1), clipped or dropped by TRL's correction `mode`."""
+    cut = ratio == 0  # the mask modes' mark
     if mode.endswith("truncate"):
         cut = (ratio <= (-math.inf if low is None else low)) | (ratio >= (math.inf if high is None else high))
     cut = cut[mask] if cut.shape == mask.shape else cut.flatten()
@@ -134,23 +131,24 @@ def truncated_fraction(
 
 
 def _logps(trainer: OnlineTrainer, rollout: dict[str, Any], count: int) -> torch.Tensor:
-    """Log-probabilities (count, T) of the first completions under the model as it is now."""
+    """Log-probabilities (count, T) of the first completions under the current model."""
     ids = torch.cat([rollout["prompt_ids"][:count], rollout["completion_ids"][:count]], dim=1)
     mask = torch.cat([rollout["prompt_mask"][:count], rollout["completion_mask"][:count]], dim=1)
     length = rollout["completion_ids"].size(1)
-    # as many at a time as TRL takes (no logits: its head works in chunks of tokens and vocabulary)
+    # batches as in TRL (no logits: its head works in chunks of tokens and vocabulary)
     batch_size = trainer.args.per_device_train_batch_size
     return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, batch_size=batch_size)[0]
 
 
 class MismatchWatch:
-    """Measures each rollout, logs it, warns where sampling and training are too far apart, and stops a run where they stay so.
+    """Measures and logs the mismatch of each rollout, warns above a threshold, and stops the run if it persists.
 
-    A KL above the threshold warns; above `STOP` times the threshold in `PERSISTENT` rollouts in a row it ends the run. What should be zero,
-    the KL without noise and the gap, has a `STOP`-th of these limits; a gap counts beyond `CERTAIN` standard errors only.
+    A KL above the threshold warns; above `STOP` times the threshold in `PERSISTENT` rollouts in a row it ends the run.
+    KL without noise and gap should be zero, so their limits are 1/`STOP` of these. A gap counts only beyond `CERTAIN`
+    standard errors.
 
     Args:
-        threshold: KL in nats per token, `None` for neither warnings nor an end.
+        threshold: KL in nats per token; `None` turns off warnings and stops.
     """
 
     STOP = 10
@@ -162,7 +160,7 @@ class MismatchWatch:
         self._beyond = {"kl": 0, "gap": 0}
 
     def rollout(self, trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> None:
-        """Look at one rollout, TRL's dictionary of a generated batch; in evaluation at those of vLLM, which then has no noise."""
+        """Measure one rollout, TRL's dictionary of a generated batch; in evaluation only vLLM's, without noise."""
         training = trainer.model.training
         found = measure(trainer, aqn if training else None, rollout)
         if found is None:
@@ -172,7 +170,7 @@ class MismatchWatch:
                 trainer._metrics["train" if training else "eval"][f"rollout/{name}"].append(value)
         noisy = training and aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0
         bounds = gap_bounds(trainer.args, same=not noisy)
-        # transformers' rollouts are scored as if no token were left out
+        # scores of transformers' rollouts ignore left-out tokens
         sampled_from = sampler(trainer.args) if trainer.args.use_vllm else "all"
         self.judge(found, trainer.state.global_step, noisy, bounds, sampled_from)
 
@@ -184,10 +182,10 @@ class MismatchWatch:
         bounds: tuple[float, float] = (0, 0),
         sampled_from: Sampler = "all",
     ) -> None:
-        """Warn or stop.
+        """Warn, or raise `RuntimeError` for a persistent mismatch.
 
         Args:
-            noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
+            noisy: only the rollout had noise, so a KL is expected.
             bounds: of the gap, if the log-probabilities are right.
         """
         if self.threshold is None or found.mismatch_kl is None:
@@ -201,8 +199,8 @@ class MismatchWatch:
             "gap",
             0.0 if beyond <= self.CERTAIN * found.logp_gap_error else beyond,
             limit,
-            f"The rollout's log-probabilities are not those its tokens were drawn with: the mean importance ratio is exp({found.logp_gap:.4g}) at "
-            f"step {step}, and should be {right} (rollout/logp_gap, limit {limit:.4g}).",
+            "The rollout's log-probabilities are not those its tokens were drawn with: the mean importance ratio is "
+            f"exp({found.logp_gap:.4g}) at step {step}, and should be {right} (rollout/logp_gap, limit {limit:.4g}).",
             "Check temperature, --logprobs-mode processed_logprobs and what rollout_func returns.",
         )
         if sampled_from == "reweighed":
@@ -214,7 +212,8 @@ class MismatchWatch:
             "kl",
             kl,
             limit,
-            f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
+            f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {expected} "
+            f"(limit {limit:.4g}).",
             "Lower aqn_sigma_start, or use aqn_scope='policy'."
             if noisy
             else "The engine may hold a stale adapter or noise: restart it, or pass use_vllm=False.",
@@ -225,16 +224,16 @@ class MismatchWatch:
         self._beyond[kind] = self._beyond[kind] + 1 if beyond else 0
         if self._beyond[kind] >= self.PERSISTENT:
             raise RuntimeError(
-                f"{what} It was {self.STOP} times that in {self.PERSISTENT} rollouts in a row. {remedy} Then resume, or set "
-                "rollout_mismatch_threshold (None: no limit)."
+                f"{what} It was {self.STOP} times that in {self.PERSISTENT} rollouts in a row. {remedy} Then resume, "
+                "or set rollout_mismatch_threshold (None: no limit)."
             )
         if not value <= limit:
             logger.warning("%s %s", what, remedy)
 
 
 def sampler(args: Any) -> Sampler:
-    """What a rollout samples from: all tokens, those that `top_p` leaves, those that something else leaves, or reweighed ones (penalties, biases,
-    what is not known)."""
+    """Sampled tokens of a rollout: all, those left by `top_p`, those left by other filters, or reweighed ones
+    (penalties, biases, unknown options)."""
     given = {name for name, value in (args.generation_kwargs or {}).items() if value is not None} - _NEUTRAL
     if given - _LEAVE_OUT or args.repetition_penalty not in (None, 1.0):
         return "reweighed"
@@ -244,12 +243,11 @@ def sampler(args: Any) -> Sampler:
 
 
 def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
-    """Between which the gap lies where the log-probabilities are right.
+    """Bounds of the gap for right log-probabilities.
 
-    With K the tokens that can be sampled and q as vLLM returns it, zero outside of K and renormalised inside, the mean of p / q is p(K): at most
-    1, whatever leaves tokens out (`top_p` and others, penalties, grammars). `top_p` alone leaves at least that mass of the policy that samples,
-    and so of p where the two are the same; `top_k` leaves any. Rollouts by transformers are scored without leaving tokens out: the mean
-    is p(K) / q(K).
+    With K the allowed tokens and vLLM's q, zero outside of K and renormalised inside, the mean of p / q is p(K): at
+    most 1 for any filter (`top_p` and others, penalties, grammars). `top_p` alone keeps at least its mass of the
+    sampling policy, and so of an equal p; `top_k` keeps any. Transformers' rollouts are scored unfiltered: p(K) / q(K).
 
     Args:
         same: the sampling policy is the trained one, before tokens are left out.
@@ -261,23 +259,24 @@ def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
     return least if same else -math.inf, 0.0 if args.use_vllm else -least
 
 
-#: where TRL's `GRPOTrainer._generate` returns what it generated; RLOO returns three things and corrects for no engine
+#: indices in the tuple of TRL's `GRPOTrainer._generate`, and its length; RLOO's has three items and no correction
 _LOGPS, _IMAGES, _COUNT = 4, 6, 8
 
 
 def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple) -> tuple:
-    """What TRL's `_generate` returned in training, with the log-probabilities of the noisy policy where it has none.
+    """Add the noisy policy's log-probabilities to the tuple of TRL's `_generate` in training, if missing.
 
-    Unchanged without noise, for vLLM and for RLOO. A rollout function's own log-probabilities are taken as they are.
+    Unchanged without noise, for vLLM and for RLOO. A rollout function's own log-probabilities are kept.
     """
     if len(generated) != _COUNT or aqn is None or aqn.engine or aqn.scope != "rollout" or not aqn.sigma > 0:
-        return generated  # not another policy than the one that is trained
+        return generated  # sampled from the trained policy
     if generated[_LOGPS] is not None:
-        trainer.use_vllm = True  # from here to the end of the batch; `corrected` puts it back
+        trainer.use_vllm = True  # makes TRL correct; the trainer restores it once the batch is scored
         return generated
     if generated[_IMAGES] is not None:
         logger.warning_once(
-            "The prompts hold pictures, so transformers' rollouts under noise are not importance-corrected. Use aqn_scope='policy' or use_vllm=True."
+            "The prompts hold pictures, so transformers' rollouts under noise are not importance-corrected. Use "
+            "aqn_scope='policy' or use_vllm=True."
         )
         return generated
     with aqn.noisy():
@@ -287,7 +286,7 @@ def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple
 
 
 def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -> None:
-    """Warn before training if nothing corrects this trainer for noise in the rollout only."""
+    """Warn before training if this trainer does not correct for noise in the rollout only."""
     if aqn is None or aqn.scope != "rollout":
         return
     if not hasattr(trainer, "vllm_importance_sampling_correction"):
@@ -297,25 +296,15 @@ def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -
     else:
         return
     logger.warning(
-        "%s %s, so that with aqn_scope='rollout' it trains on noisy samples as if the clean policy had said it. Use aqn_scope='policy' or aqn=False.",
+        "%s %s, so that with aqn_scope='rollout' it trains on noisy samples as if the clean policy had said it. Use "
+        "aqn_scope='policy' or aqn=False.",
         type(trainer).__name__,
         why,
     )
 
 
-@contextmanager
-def corrected(trainer: OnlineTrainer, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """In the block TRL corrects a `batch` that has importance ratios. It asks `use_vllm` whether to, which is as before afterwards."""
-    before = trainer.use_vllm
-    trainer.use_vllm = before or (batch is not None and "importance_sampling_ratio" in batch)
-    try:
-        yield
-    finally:
-        trainer.use_vllm = before
-
-
 def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor | None:
-    """Log-probabilities (B, T) that vLLM returned for the completions `like` of this rollout, where TRL's trainer (RLOO) drops them."""
+    """vLLM's log-probabilities (B, T) of this rollout's completions `like`, dropped by TRL's RLOO."""
     rows = trainer.vllm_generation.sampled_logps
     if rows is None or len(rows) != len(like):
         return None
@@ -329,7 +318,7 @@ def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor 
 def _behaviour_logps(
     trainer: OnlineTrainer, prompts: list[list[int]], completions: list[list[int]]
 ) -> list[list[float]]:
-    """Log-probabilities of each completion's tokens under the model as it is now, in the batch that TRL makes of them."""
+    """Log-probabilities of each completion's tokens under the current model, batched as by TRL."""
     device, padding = trainer.accelerator.device, trainer._tokenizer.pad_token_id
     multiple = trainer.pad_to_multiple_of
 
@@ -341,7 +330,7 @@ def _behaviour_logps(
 
     before, after = batch(prompts, "left"), batch(completions, "right")
     ids, mask = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
-    # as many at a time as TRL takes (no logits: its head works in chunks of tokens and vocabulary)
+    # batches as in TRL (no logits: its head works in chunks of tokens and vocabulary)
     size = trainer.args.per_device_train_batch_size
     options: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(trainer.model, options):

@@ -1,33 +1,34 @@
-"""The check at start: vLLM must compute what the trainer computes, without an adapter, with one that matters, and under noise.
+"""The check at start: vLLM must agree with the trainer without an adapter, with a strong one, and under noise.
 
-The engine completes a few prompts of the run greedily, and the trainer scores the same tokens. All numbers are mean absolute differences of
-log-probabilities, in nats:
+The engine completes a few prompts of the run greedily, and the trainer scores the same tokens. All numbers are mean
+absolute differences of log-probabilities, in nats:
 
     clean difference   engine and trainer, adapter off
     rounding           trainer and trainer, in two honest arithmetics: its own, and float32 ([`other_arithmetic`])
     effect             trainer with and without a probe adapter, on tokens sampled without it
-    difference         engine and trainer, both with the probe adapter, on tokens that the engine samples with it
+    difference         engine and trainer, both with the probe adapter, on tokens sampled by the engine with it
 
 The rules, with the rounding of the same tokens:
 
     clean difference <= CLEAN * rounding + floor      the same base
     difference       <= CHANGED * rounding            the same adapter
 
-An engine that computes the same differs by what rounding does, whatever the model, the adapter and its size: 0.3 to 1.9 times. The probe adapter has
-a random B, scaled so that each adapted layer's output moves by the same fraction of its own size. The fraction is the smallest with
+A correct engine differs by 0.3 to 1.9 times the rounding, for any model, adapter and size. The probe adapter has a
+random B, scaled to move each adapted layer's output by the same fraction of its size. The fraction is the smallest with
 
     effect >= ENOUGH * max(clean difference, rounding with the adapter)
 
-or else the one with the largest ratio, below the effects at which a pretrained model becomes chaotic (CHAOTIC). Only the trainer is asked, since a
-fault enlarges the engine's difference. Below a ratio of CONTRAST the check is undecided, and the run goes on. The trainer's own adapter is restored
-bit for bit and synced again.
+or else the one with the largest ratio, below the effects of a chaotic pretrained model (CHAOTIC). It is chosen on the
+trainer alone, since a fault enlarges the engine's difference. Below a ratio of CONTRAST the check is undecided, and
+the run continues. The trainer's own adapter is restored bit for bit and synced again.
 
-Noise on the norms is checked by the same rules (`Probe.noise`). A model that is trained without an adapter has the first rule only.
+The same rules check noise on the norms (`Probe.noise`). A model without an adapter has the first rule only.
 
-The thresholds were measured on pretrained and random models, healthy and with planted faults: docs/source/rollout.md#the-check-at-start.
+The thresholds were measured on healthy and faulty models: docs/source/rollout.md#the-check-at-start.
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -42,7 +43,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
 from trl.data_utils import maybe_apply_chat_template
 
 from ..noise.hooks import NoiseDraw
@@ -55,27 +55,25 @@ from .spec import active_adapter, rollout_layers
 logger = logging.getLogger(__name__)
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
-CLEAN, CHANGED = 4.0, 3.5
-#: effect over rounding: below the first nothing can be told, at the second no more is asked for
+CLEAN, CHANGED = 3.0, 3.5
+#: effect over rounding: undecided below the first, sufficient at the second
 CONTRAST, ENOUGH = 10.0, 25.0
-#: nats of effect beyond which a pretrained model is no longer itself
+#: effect in nats of a chaotic pretrained model
 CHAOTIC = 3.0
-#: nats that are never called a disagreement: small means scatter, and logits are themselves rounded
+#: tolerance in nats: small means scatter, and logits are themselves rounded
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
-#: by how much the probe adapter moves each layer's output, relative to its size
-FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4)
-#: standard deviations of the noise that is tried on the norms
+#: relative change of each layer's output by the probe adapter
+FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+#: standard deviations of the probe noise on the norms
 SIGMAS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
-
-
-#: changes the trainer's model by a size, for good or as long as what it returns is open
+#: changes the trainer's model by a size, for good or inside the returned context
 Change = Callable[[float], contextlib.AbstractContextManager[None] | None]
 
 
 @dataclass(frozen=True)
 class Clean:
-    """Engine and trainer with an adapter that adds nothing: greedy completions, the trainer's log-probabilities of their tokens (prompts, new
-    tokens), clean difference and rounding."""
+    """Engine and trainer with a zero adapter: greedy completions, the trainer's log-probabilities of their tokens
+    (prompts, new tokens), clean difference and rounding."""
 
     completions: list[Completion]
     scored: torch.Tensor
@@ -85,8 +83,8 @@ class Clean:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What was measured (see the module), in nats. `size` is the fraction or sigma; it and what follows is `None` where there was nothing to
-    probe with, or no size moved the trainer enough. `rounding_there`: of the same tokens as `difference`."""
+    """Measured differences (see the module), in nats. `size`: fraction or sigma; it and the later fields are `None`
+    without an adapter or noise, or if no size moved the trainer enough. `rounding_there`: rounding of `difference`."""
 
     base_difference: float
     rounding: float
@@ -99,22 +97,28 @@ class ProbeResult:
 
     @property
     def undecided(self) -> bool:
-        """Whether no size of the adapter or the noise moved the trainer enough to tell a right engine from a wrong one."""
+        """Whether no size of the adapter or the noise moved the trainer enough for a verdict."""
         return self.kind is not None and self.size is None
 
     @property
     def fault(self) -> str | None:
-        """What the engine computes in another way than the trainer, if anything."""
+        """Description of the disagreement between engine and trainer, if any."""
         clean, changed = self.limits
         if not self.base_difference <= clean:
-            return f"clean log-probabilities differ by {self.base_difference:.3f} nats (at most {clean:.3f}): other weights or norms"
+            return (
+                f"clean log-probabilities differ by {self.base_difference:.3f} nats (at most {clean:.3f}): other "
+                "weights or norms"
+            )
         if self.difference is None or self.difference <= changed:
             return None
-        return f"the {self.kind} acts otherwise: {self.difference:.3f} nats apart (at most {changed:.3f}) where it moves the trainer by {self.effect:.3f}"
+        return (
+            f"the {self.kind} acts otherwise: {self.difference:.3f} nats apart (at most {changed:.3f}) where it moves "
+            f"the trainer by {self.effect:.3f}"
+        )
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Of the clean difference, and of the difference with adapter or noise."""
+        """Limits of the clean difference, and of the difference with adapter or noise."""
         return CLEAN * self.rounding + self.floor, CHANGED * max(self.rounding_there or 0.0, self.floor / 4)
 
     def __str__(self) -> str:
@@ -130,12 +134,12 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Probe:
-    """An engine and the trainer's model, both asked about the same prompts. Every process calls every method; they are collective in the same places
-    as a rollout.
+    """Comparison of an engine and the trainer's model on the same prompts. Every process calls every method;
+    collective like a rollout.
 
     Args:
         prompts: token ids, all of one length ([`prompts_of`]).
-        dtype: what the engine computes in.
+        dtype: compute dtype of the engine.
     """
 
     engine: Engine
@@ -146,13 +150,13 @@ class Probe:
 
     @contextlib.contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Evaluation mode and decoded weights, once for all forwards: a walk through a large model's modules takes as long as half of one."""
+        """Evaluation mode and decoded weights, once: a walk through a large model's modules takes half a forward."""
         with torch.no_grad(), evaluation_mode(self.model), decoded_weights(self.model):
             yield
 
     def adapter(self, sync: Callable[[], None]) -> tuple[ProbeResult, Clean | None]:
-        """Compare a started engine with the trainer, from which `sync` puts what is trained into the engine. Also returns what was measured
-        without the adapter where that is the model as it is: it has none, or B is zero."""
+        """Compare a started engine with the trainer; `sync` copies the trained weights into the engine. Also returns
+        the measurement without an adapter if it holds for the current model: no adapter, or B is zero."""
         with self._scoring():
             layers: list[LoraLayer] = []
             name = ""
@@ -168,15 +172,11 @@ class Probe:
                 if fraction == adapted:
                     return
                 adapted = fraction
-                # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B
+                # seeded, and drawn on the model's device: 44 million numbers for rank 32 on 7B
                 generator = torch.Generator(self.device).manual_seed(1)
                 for up, layer, size in zip(ups, layers, sizes, strict=True):
                     strength = fraction * size / (layer.scaling[name] * up.shape[1] ** 0.5)
                     set_whole(up, torch.randn(up.shape, generator=generator, device=self.device).mul_(strength))
-
-            def restore() -> None:
-                for up, own in zip(ups, saved, strict=True):
-                    up.copy_(own)  # both whole, or both this process's part
 
             def sample(fraction: float) -> list[Completion]:
                 adapt(fraction)
@@ -196,7 +196,8 @@ class Probe:
                 if layers and result.fault is None:
                     result = self._compared("adapter", FRACTIONS, known, sample, adapt)
             finally:
-                restore()
+                for up, own in zip(ups, saved, strict=True):
+                    up.copy_(own)  # both whole, or both this process's shard
             sync()
             return result, as_it_is
 
@@ -206,15 +207,14 @@ class Probe:
         under: Callable[[NoiseDraw], contextlib.AbstractContextManager[None]],
         known: Clean | None = None,
     ) -> ProbeResult:
-        """Whether noise changes what the engine computes as it changes the trainer's model, with the adapter as it is. The engine is clean afterwards.
+        """Compare the effect of noise on engine and trainer, with the current adapter. The engine is clean afterwards.
 
         Args:
             put, under: put the noise of a draw on the engine's norms, and on the trainer's within a block.
-            known: what was measured without noise, on all processes; `None` measures it.
+            known: measurement without noise, on all processes; `None` measures it.
         """
 
-        def draw_of(sigma: float) -> NoiseDraw:
-            return NoiseDraw(sigma, seed=0, step=0, generation=0)
+        draw_of = functools.partial(NoiseDraw, seed=0, step=0, generation=0)
 
         def sample(sigma: float) -> list[Completion]:
             try:
@@ -227,8 +227,8 @@ class Probe:
             return self._compared("noise", SIGMAS, known or self._clean(), sample, lambda sigma: under(draw_of(sigma)))
 
     def again(self, then: float | None = None) -> ProbeResult:
-        """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
-        `then`: the rounding at start, measured again where it does not explain the difference."""
+        """Check the first rule with the current adapter, without noise, on the same prompts. Changes nothing.
+        `then`: rounding at start, measured again if it does not explain the difference."""
         with self._scoring():
             result = self._result(self._clean(then))
             return self._result(self._clean()) if then is not None and result.fault else result
@@ -251,14 +251,14 @@ class Probe:
         sample: Callable[[float], list[Completion]],
         change: Change,
     ) -> ProbeResult:
-        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough."""
+        """Compare engine and trainer at the smallest of ascending `sizes` with enough effect on the trainer."""
         least = FLOOR[self.dtype] / 4
 
         def measured() -> Iterator[tuple[float, float, float]]:
             for tried in sizes:
                 moved = self._changed(known.completions, change, tried)
                 found, rounding = mean_difference(moved, known.scored), max(known.difference, least)
-                # the second forward only where the effect is enough but for the rounding
+                # the second forward only if the effect suffices for the rounding so far
                 if found >= CONTRAST * rounding:
                     exact = self._changed(known.completions, change, tried, exact=True)
                     rounding = max(rounding, mean_difference(moved, exact))
@@ -268,27 +268,26 @@ class Probe:
         result = self._result(known, kind, effect)
         if size is None:
             return result
-        difference, rounding = self._at(size, sample, change)
-        return replace(result, size=size, difference=difference, rounding_there=rounding)
-
-    def _at(self, size: float, sample: Callable[[float], list[Completion]], change: Change) -> tuple[float, float]:
-        """Engine and trainer under a size: their difference on what the engine samples, and the trainer's rounding there."""
         completions = sample(size)
         changed = self._changed(completions, change, size)
-        exact = self._changed(completions, change, size, exact=True)
-        return mean_difference(changed, _logps(completions)), mean_difference(changed, exact)
+        there = mean_difference(changed, self._changed(completions, change, size, exact=True))
+        difference = mean_difference(changed, _logps(completions))
+        return replace(result, size=size, difference=difference, rounding_there=there)
 
     def _changed(self, completions: list[Completion], change: Change, size: float, exact: bool = False) -> torch.Tensor:
         with change(size) or contextlib.nullcontext():
             return self._score(completions, exact)
 
     def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
-        """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""
+        """The trainer's log-probabilities of completions: (prompts, new tokens). `exact`: in [`other_arithmetic`]."""
         rows = [p + c.tokens for p, c in zip(self.prompts, completions, strict=True)]
         ids = torch.tensor(rows, device=self.device)
+        inner: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
+        narrow = "logits_to_keep" in inspect.signature(inner.forward).parameters
+        last = {"logits_to_keep": _NEW_TOKENS + 1} if narrow else {}
         try:
             with other_arithmetic(self.model, self.dtype) if exact else contextlib.nullcontext():
-                output = self.model(input_ids=ids, use_cache=False, **_last_logits(self.model, _NEW_TOKENS + 1))
+                output = self.model(input_ids=ids, use_cache=False, **last)
             logits = output.logits[:, -_NEW_TOKENS - 1 : -1].float()
         finally:
             reshard(self.model)
@@ -296,17 +295,18 @@ class Probe:
 
 
 def _logps(completions: list[Completion]) -> torch.Tensor:
-    """The engine's, (prompts, new tokens)."""
+    """The engine's log-probabilities, (prompts, new tokens)."""
     return torch.tensor([completion.logps for completion in completions])
 
 
 def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float | None, float]:
-    """Of ascending (size, effect, rounding): the size to compare at and its effect; `None` where none stands out of the rounding."""
+    """Size for the comparison and its effect, of ascending (size, effect, rounding); `None` if rounding hides all."""
     best: tuple[float, float | None, float] = (0.0, None, 0.0)
     for size, effect, rounding in measured:
         if effect > CHAOTIC and best[0] >= CONTRAST:
             break
-        best = max(best, (effect / rounding, size, effect), key=lambda each: each[0])
+        if effect / rounding > best[0]:
+            best = effect / rounding, size, effect
         if best[0] >= ENOUGH:
             break
     ratio, chosen, effect = best
@@ -314,10 +314,8 @@ def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float 
 
 
 def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) -> list[list[int]]:
-    """`PROMPTS` prompts of one length (at most `PROMPT_TOKENS`) from the run's own, tokenized: the longest, from shortly before they differ.
-
-    Random tokens where the run has no text that fills a block of vLLM's cache.
-    """
+    """`PROMPTS` prompts of one length (at most `PROMPT_TOKENS`): the run's longest, from shortly before they differ.
+    Random tokens if the run has too few texts of at least one block of vLLM's cache."""
     longest_first = sorted((list(text) for text in texts), key=len, reverse=True)[:PROMPTS]
     if longest_first:
         common = next(
@@ -332,7 +330,7 @@ def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) ->
 
 
 def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) -> list[list[int]]:
-    """[`prompts_of`] a trainer's own data, tokenized without tools and pictures. Short on a CPU, where each token counts."""
+    """[`prompts_of`] a trainer's own data, tokenized without tools and pictures; short on a CPU, for speed."""
     longest = (PROMPT_TOKENS if torch.cuda.is_available() else 16) + _NEW_TOKENS
     longest = min(longest, max_model_len or longest)
     tokens: list[list[int]] = []
@@ -344,42 +342,30 @@ def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) 
 
 
 def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:
-    """Log a result; warn where it is undecided or a fault."""
+    """Log a result; a fault warns, or raises [`RolloutError`] if `mode` is "refuse"."""
     logger.info("%s: %s", name, result)
-    if result.undecided:
-        text = f"{name}: {result}. Training starts unchecked; rollout_probe='off' skips this."
-    elif result.fault is None:
+    if result.fault is None:
         return
-    else:
-        text = f"{name}: vLLM and the trainer disagree, {result.fault}. {remedy}."
-        if mode == "refuse":
-            raise RolloutError(f"{text} rollout_probe='warn' trains anyway.")
+    text = f"{name}: vLLM and the trainer disagree, {result.fault}. {remedy}."
+    if mode == "refuse":
+        raise RolloutError(f"{text} rollout_probe='warn' trains anyway.")
     logger.warning("%s", text)
 
 
 def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest of all processes', so that all of them judge alike: a forward of sharded weights needs every one."""
+    """Maximum over all processes, for the same verdict in each: a forward of sharded weights is collective."""
     return torch.tensor(gather_object([(mine - theirs.to(mine.device)).abs().mean().item()])).max().item()
 
 
 def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Their values, with one wait for the device."""
+    """Their values, with one device sync."""
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
-
-
-def _last_logits(model: nn.Module, count: int) -> dict[str, int]:
-    """The argument by which a model computes its last logits only, if it has it."""
-    forward = cast(PreTrainedModel, model.get_base_model() if is_peft_model(model) else model).forward  # type: ignore[operator]
-    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(forward).parameters else {}
 
 
 @contextlib.contextmanager
 def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[float]]]:
-    """Hooks; the function given tells, per layer, the rms of W x over the rms of A x, of the median token, after a forward inside.
-
-    The median and not the mean: single tokens have activations that are a thousand times those of the others. W x without the bias, which is
-    larger than W x by as much in some models' q and k.
-    """
+    """Yield a function for the rms of W x over the rms of A x per layer, of the median token, after a forward inside.
+    The median, since some tokens have thousandfold activations. W x without the bias, which dominates some q and k."""
     measured: dict[nn.Module, torch.Tensor] = {}
 
     def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
@@ -397,7 +383,7 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
 
 
 def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) -> None:
-    """Refuse an engine that does not compute with what the trainer put there last: the weights of fingerprint `put`, the noise of `draw`."""
+    """Refuse an engine without the trainer's latest sync: the weights of fingerprint `put`, the noise of `draw`."""
     wrong = []
     if contents.received != put:
         wrong.append(f"it has update {contents.received}, not {put}, so the rollout came from a stale policy")
@@ -410,8 +396,8 @@ def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) 
         wrong.append(f"{len(contents.damaged)} tensors changed since ({named}): the copy was lost or made by half")
     if wrong:
         raise RolloutError(
-            f"The engine does not hold what the trainer put there last: {'; '.join(wrong)}. Only the trainer may write into "
-            "the engine. If nobody else does, report it."
+            f"The engine does not hold what the trainer put there last: {'; '.join(wrong)}. Only the trainer may write "
+            "into the engine. If nobody else does, report it."
         )
 
 
@@ -421,26 +407,30 @@ def _noise(draw: NoiseDraw | None) -> str:
     )
 
 
-#: elements of a matrix that are cast to float32 at a time
+#: elements per partial cast of a matrix to float32
 _CHUNK = 2**26
 
 
 class _Cast(TorchFunctionMode):
-    """Inside, the operands of products and norms and what embeddings give are cast."""
+    """Cast the operands of products and norms and the outputs of embeddings, with autocast (set by Accelerate) off."""
 
     OPERANDS = (F.linear, F.conv1d, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, torch.matmul)
 
-    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor], device: str):
         super().__init__()
+        self.device = device
         self.cast = lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch.autocast(self.device, enabled=False):
+            return self.computed(function, args, kwargs or {})
+
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function is F.embedding:
             return self.cast(function(*args, **kwargs))
         if function in self.OPERANDS:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            # a head, a part of its rows at a time
+            # the head in parts of its rows
             if function is F.linear and args[1].numel() > _CHUNK and bias is None:
                 rows = args[1].split(max(1, _CHUNK // args[1].shape[1]))
                 return torch.cat([F.linear(self.cast(args[0]), self.cast(part)) for part in rows], -1)
@@ -456,10 +446,11 @@ def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output:
 
 @contextlib.contextmanager
 def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the model computes as honestly as outside, and rounds elsewhere: in float32 where it computes in 16 bits; under autocast where
-    only the engine does; with TF32's operands where neither does."""
+    """Equally valid arithmetic with other rounding: float32 for a model in 16 bits; autocast if only the engine is in
+    16 bits; TF32 operands if neither is."""
+    device = next(model.parameters()).device.type
     if (own := compute_dtype(model)) == torch.float32 and dtype != own:
-        with torch.autocast(next(model.parameters()).device.type, dtype):
+        with torch.autocast(device, dtype):
             yield
         return
 
@@ -469,7 +460,10 @@ def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)] if own != torch.float32 else []
     handles = [layer.register_forward_hook(_float32_product) for layer in packed]
     try:
-        with torch.compiler.set_stance("force_eager"), _Cast(tf32 if own == torch.float32 else torch.Tensor.float):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            _Cast(tf32 if own == torch.float32 else torch.Tensor.float, device),
+        ):
             yield
     finally:
         for handle in handles:

@@ -1,7 +1,7 @@
-"""Ignore generation_config.json during rollouts, and which tokens end a completion.
+"""Ignore generation_config.json during rollouts, and find the end tokens of a completion.
 
-`generate` fills whatever a call leaves open from that file (a repetition penalty, suppressed tokens, `min_p`). TRL scores without any of it, so
-rollouts by transformers would come from another policy than the one that is trained.
+`generate` takes unset options (repetition penalty, suppressed tokens, `min_p`) from generation_config.json. TRL scores
+without them, so rollouts by transformers would come from another policy than the trained one.
 """
 
 import copy
@@ -21,20 +21,21 @@ from ..support.names import text_tokenizer, unwrap
 
 logger = logging.get_logger(__name__)
 
-#: what of that file says nothing of the policy: which tokens end a text, and how it is computed
+#: fields with no effect on the policy: special tokens, caches, compilation
 _KEPT = {
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "use_cache", "cache_implementation", "cache_config",
-    "disable_compile", "compile_config", "prefill_chunk_size", "transformers_version",
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "use_cache",
+    "cache_implementation", "cache_config", "disable_compile", "compile_config", "prefill_chunk_size",
+    "transformers_version",
 }  # fmt: skip
-#: of the rest, what TRL's arguments always say
+#: fields always set by TRL's arguments: ignored without a warning
 _SAID = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
 
 
 @contextmanager
 def of_the_model_alone(model: nn.Module) -> Iterator[None]:
-    """Ignore generation_config.json in the block, except for what is no part of the policy. Warns once of what that leaves out."""
+    """Ignore generation_config.json in the block, except for `_KEPT`. Warns once about ignored fields."""
     inner = unwrap(model) if isinstance(model, nn.Module) else model
-    holder: Any = getattr(inner, "get_base_model", lambda: inner)()  # of PEFT, which need not be imported
+    holder: Any = getattr(inner, "get_base_model", lambda: inner)()  # PEFT's, without importing it
     before: GenerationConfig | None = getattr(holder, "generation_config", None)
     if before is None:
         yield
@@ -45,7 +46,8 @@ def of_the_model_alone(model: nn.Module) -> Iterator[None]:
         setattr(plain, name, None)
     if unknown := [f"{name}={said[name]}" for name in left if name not in _SAID]:
         logger.warning_once(
-            "The model's generation_config.json sets %s, which training does not score: it is ignored. Set it in generation_kwargs to have it.",
+            "The model's generation_config.json sets %s, which training does not score: it is ignored. Set it in "
+            "generation_kwargs to have it.",
             ", ".join(unknown),
         )
     holder.generation_config = plain
@@ -56,17 +58,17 @@ def of_the_model_alone(model: nn.Module) -> Iterator[None]:
 
 
 def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
-    """Ids that end a completion: the tokenizer's, the model's, and the one with which the chat template ends an answer. `model`
-    may be what [`stored`] returns; `template` are further arguments of the chat template."""
+    """End token ids of a completion: the tokenizer's, the model's, and the chat template's end of an answer.
+    `model`: also from [`stored`]. `template`: further arguments of the chat template."""
     tokenizer = text_tokenizer(processing_class)
     config = model.config.get_text_config(decoder=True)
     own = _listed(model.generation_config.eos_token_id) or _listed(getattr(config, "eos_token_id", None))
-    ends = [*_listed(getattr(tokenizer, "eos_token_id", None)), *own]  # a model may be exported without one
+    ends = [*_listed(getattr(tokenizer, "eos_token_id", None)), *own]  # an exported model may lack one
     turn = _turn_end(processing_class, tokenizer, template)
     if turn is not None and turn not in ends:
         ends.append(turn)
         logger.info("Completions end at the chat template's %s too.", tokenizer.convert_ids_to_tokens(turn))
-    return [token for token in dict.fromkeys(ends) if token < config.vocab_size]  # vLLM refuses any other
+    return [token for token in dict.fromkeys(ends) if token < config.vocab_size]  # vLLM refuses larger ids
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
@@ -74,20 +76,20 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 
 def _turn_end(processing_class: Any, tokenizer: Any, template: dict[str, Any]) -> int | None:
-    """The special token right after the text of an answer, where there is one."""
+    """The special token right after the text of an answer, if any."""
     if not (template.get("chat_template") or getattr(processing_class, "chat_template", None)):
         return None
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "it-is-2"}]
     try:
         said, _, rest = processing_class.apply_chat_template(turns, tokenize=False, **template).rpartition("it-is-2")
-    except (TemplateError, TypeError, ValueError):  # a template for other messages than these
+    except (TemplateError, TypeError, ValueError):  # a template for other kinds of messages
         return None
     known = tokenizer.added_tokens_decoder.items() if said else ()
     return next((token for token, added in known if added.special and rest.lstrip().startswith(added.content)), None)
 
 
 def settle_ends(trainer: Any) -> None:
-    """Let all that generates for a trainer, and all that is saved of it, end at [`end_tokens`] and those of `generation_kwargs`."""
+    """Set [`end_tokens`] and those of `generation_kwargs` on a trainer, its engine and its saved configurations."""
     model: Any = unwrap(trainer.model)
     args, given = trainer.args, trainer.args.generation_kwargs or {}
     ends = end_tokens(model, trainer.processing_class, **(args.chat_template_kwargs or {}))
@@ -98,7 +100,7 @@ def settle_ends(trainer: Any) -> None:
 
 
 def stored(folder: Any, config: PretrainedConfig, revision: str | None = None) -> Any:
-    """`config`, and the generation configuration of a folder or Hub id as transformers and vLLM read or make it."""
+    """`config` and the generation configuration of a folder or Hub id, read or made as by transformers and vLLM."""
     try:
         generation = GenerationConfig.from_pretrained(folder, revision=revision or "main")
     except OSError:
@@ -107,7 +109,7 @@ def stored(folder: Any, config: PretrainedConfig, revision: str | None = None) -
 
 
 def save_generation_config(folder: str | Path, model: Any, processing_class: Any) -> None:
-    """As transformers does, with all [`end_tokens`]; what it refuses to write, and read from the base, as it is there."""
+    """Save as transformers does, with all [`end_tokens`]; a configuration it refuses is saved unchanged."""
     if (generation := copy.deepcopy(model.generation_config)) is None:
         return
     generation.eos_token_id = end_tokens(model, processing_class) or None

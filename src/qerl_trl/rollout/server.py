@@ -1,8 +1,10 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-An update goes through memory that trainer and server share, or between hosts as the body of a request (weights.py); noise goes as four numbers.
-The server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
-not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
+The server is first compared with the trainer's model: settings, and every linear layer, embedding and norm by name and
+checksum ([`differences`]); checksums of tensor-parallel shards add up. An update goes through shared memory, or between
+hosts in a request body (weights.py); noise goes as four numbers. The server's workers apply both (vllm/worker.py).
+Completions come from vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is not used: it calls
+`model.load_weights`, without adapter buffers and noise.
 """
 
 import contextlib
@@ -11,9 +13,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import requests
@@ -21,9 +24,12 @@ import torch
 from accelerate.utils import broadcast_object_list
 from requests.adapters import HTTPAdapter
 from torch import nn
+from transformers import PreTrainedModel
 from trl.generation.vllm_client import VLLMClient
 
 from ..noise.hooks import NoiseDraw
+from ..nvfp4.linear import NVFP4Linear
+from ..support.names import canonical_name
 from .engine import (
     CALL,
     MESSAGE_TIMEOUT,
@@ -35,13 +41,11 @@ from .engine import (
     Sampling,
     Seeds,
     Update,
-    bearer,
     gather_prompts,
     secret,
 )
-from .handshake import differences
-from .spec import LOGPROBS_MODE, EngineSpec
-from .weights import DTYPES, SharedMemory, UpdateLayout, checksum_of
+from .spec import LOGPROBS_MODE, EngineSpec, active_adapter, linear_layers, rollout_layers, trained_norms
+from .weights import DTYPES, SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ _REMEDIES = {
     404: "Start the server with the command that the trainer prints",
     413: "Lower generation_batch_size, or raise the limit of the proxy in between",
 }
-#: requests at a time where each prompt has a seed of its own
+#: concurrent requests with one seed per prompt
 CONCURRENCY = 256
 
 
@@ -63,9 +67,11 @@ class Client(VLLMClient):
         super().__init__(base_url=url.rstrip("/"), connection_timeout=timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """As TRL's, which waits forever for a service that is not vLLM. The session is ready here, and not used yet."""
+        """Like TRL's, but with a time limit for services other than vLLM. The session is ready here, and unused."""
         self.session.auth = self._authorize  # a function, because ~/.netrc would replace a header
-        retries = self.session.get_adapter(self.base_url).max_retries.new(raise_on_status=False)  # type: ignore[attr-defined]
+        retries = self.session.get_adapter(  # type: ignore[attr-defined]
+            self.base_url
+        ).max_retries.new(raise_on_status=False)
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, HTTPAdapter(max_retries=retries, pool_maxsize=CONCURRENCY))
         end = time.monotonic() + total_timeout
@@ -75,17 +81,17 @@ class Client(VLLMClient):
             except requests.RequestException as error:
                 if time.monotonic() >= end:
                     raise ConnectionError(
-                        f"No vLLM server answers at {self.base_url} within vllm_server_timeout={total_timeout:g} s ({error}). Start one, or "
-                        "correct vllm_server_base_url."
+                        f"No vLLM server answers at {self.base_url} within vllm_server_timeout={total_timeout:g} s "
+                        f"({error}). Start one, or correct vllm_server_base_url."
                     ) from error
             time.sleep(retry_interval)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = bearer(self._secret)
+        request.headers["Authorization"] = f"Bearer {self._secret}"
         return request
 
     def call(self, method: str, *args: str) -> list[dict]:
-        """One method of the worker extension on every rank; after `qerl_put` the prefix cache is reset."""
+        """Call a method of the worker extension on every rank; `qerl_put` also resets the prefix cache."""
         content = self._post(self.base_url + CALL, json={"method": method, "args": args}, timeout=MESSAGE_TIMEOUT)
         refused = [answer["error"] for answer in content["results"] if "error" in answer]
         if not (refused or content["reset"]):
@@ -95,7 +101,7 @@ class Client(VLLMClient):
         return content["results"]
 
     def upload(self, data: Any) -> str:
-        """Send an update to the server's host; the name of the memory that holds it there."""
+        """Send an update to the server's host. Returns the name of its shared memory there."""
         return _content(self.session.put(self.base_url + CALL, data=data, timeout=MESSAGE_TIMEOUT))["memory"]
 
     def _get(self, url: str, **kwargs: Any) -> dict:
@@ -105,17 +111,17 @@ class Client(VLLMClient):
         asked = kwargs.get("json") or {}
         if not isinstance(asked.get("seed"), list):
             return _content(self.session.post(url, **kwargs))
-        # vLLM has one seed for all prompts of a request
+        # vLLM takes one seed per request
         each = [asked | {"prompt": [p], "seed": seed} for p, seed in zip(asked["prompt"], asked["seed"], strict=True)]
         contents = _at_once(lambda one: self._post(url, json=one), each)
         return {"choices": [choice for content in contents for choice in content["choices"]]}
 
     def get_server_info(self) -> dict:
-        """What TRL's trainer reads of vLLM's settings, without the development mode that serves them."""
-        return {"model_config": {"logprobs_mode": LOGPROBS_MODE}}  # as `differences` has seen
+        """The vLLM settings read by TRL's trainer, without vLLM's development mode."""
+        return {"model_config": {"logprobs_mode": LOGPROBS_MODE}}  # checked by `differences`
 
     def generate(self, prompts: list, features: list | None = None, *args: Any, **kwargs: Any) -> dict:
-        """As TRL's. A `seed` in `generation_kwargs` may be a list, one for each prompt, or [`Seeds`], which prompts with pictures go without."""
+        """TRL's; `seed` in `generation_kwargs` may also be a list, one per prompt, or [`Seeds`] (not with pictures)."""
         further = dict(kwargs.pop("generation_kwargs", None) or {})
         if isinstance(seeds := further.get("seed"), Seeds):
             further["seed"] = seeds.of(len(prompts)) if features is None else None
@@ -123,7 +129,7 @@ class Client(VLLMClient):
 
 
 def _content(response: requests.Response) -> dict:
-    """The JSON of an answer."""
+    """The JSON of a response. Raises [`RolloutError`] for other responses."""
     with contextlib.suppress(ValueError):
         if response.status_code == 200:
             return response.json()
@@ -132,7 +138,7 @@ def _content(response: requests.Response) -> dict:
 
 
 def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """`call` of each item, in daemon threads: neither `rollout_timeout` nor the interpreter's end waits for a request that hangs."""
+    """`call` of each item, in daemon threads: no wait for a hanging request at `rollout_timeout` or exit."""
     gate, futures = threading.Semaphore(CONCURRENCY), [Future[Any]() for _ in items]
 
     def work(future: Future, item: Any) -> None:
@@ -150,7 +156,8 @@ def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 class ServerEngine(Engine):
-    """A connection to the server at `url`, checked against the trainer's PEFT model and its `spec`. Waits `timeout` seconds for an answer."""
+    """A connection to the server at `url`, checked against the trainer's PEFT model and its `spec`.
+    Waits `timeout` seconds for an answer."""
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
         self.spec, self.url = spec, url
@@ -164,7 +171,7 @@ class ServerEngine(Engine):
             ranks = self.client.call("qerl_describe", probe.name if probe else "")
             self._local = all(rank["same_host"] for rank in ranks)
             found = differences(spec, model, ranks)
-        except (OSError, RuntimeError, KeyError) as error:  # KeyError: the answer of another version
+        except (OSError, RuntimeError, KeyError) as error:  # KeyError: another version's answer
             kind = ConnectionError if isinstance(error, OSError) else RuntimeError
             what = f"{type(error).__name__}: {error}"
             raise kind(f"The server at {url} does not serve this trainer: {what}\n{self._advice()}") from error
@@ -173,8 +180,8 @@ class ServerEngine(Engine):
             raise RuntimeError(f"The server at {url} does not run the trainer's model:{listed}\n{self._advice()}")
         if urlsplit(url).scheme != "https" and not _is_loopback(url):
             logger.warning(
-                "%s is neither loopback nor https, so the secret, the adapter and all texts are not encrypted. Use "
-                "vLLM's --ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
+                "%s is neither loopback nor https, so others can read secret, adapter and texts. Use --ssl-certfile "
+                "and --ssl-keyfile, or a tunnel.",
                 url,
             )
         logger.info("Updates go to %s %s.", url, "through /dev/shm" if self._local else "over the network")
@@ -186,27 +193,16 @@ class ServerEngine(Engine):
         return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
     def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
-        """One request, whatever changed."""
+        """As the parent's, in one request."""
         told = {"update": update and self._deliver(update), "noisy": [*noisy], "draw": draw}
         answer = self.client.call("qerl_put", json.dumps(told))[0]
         if self._memory is not None:
             self._memory.unlink()  # the workers have mapped it
         return answer.get("sigma_effective")
 
-    def _deliver(self, update: Update) -> dict[str, Any] | None:
-        """Bring an update to the server's host; what the workers have to know about it."""
-        self._pack(update)
-        if self._memory is None:
-            name = self.client.upload(self._flat.cpu().numpy().data)
-        else:
-            name = self._memory.name
-            if self._flat.device.type != "cpu":
-                self._memory.data.copy_(self._flat)
-        sums = {"checksum": checksum_of(self._flat), "fingerprint": update.fingerprint}
-        return {"layout": self._layout.text, "memory": name, **sums}
-
-    def _pack(self, update: Update) -> None:
-        layout = UpdateLayout.of(update.adapter, update.norms, DTYPES[self.spec.dtype])
+    def _deliver(self, update: Update) -> dict[str, Any]:
+        """Send an update to the server's host. Returns its description for the workers."""
+        layout = UpdateLayout.of(update, DTYPES[self.spec.dtype])
         if layout != self._layout:
             device = next(t.a.device for t in update.adapter.values())
             self._layout, self._memory = layout, SharedMemory(layout.nbytes, device) if self._local else None
@@ -214,22 +210,30 @@ class ServerEngine(Engine):
                 self._flat = self._memory.data
             else:
                 self._flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self._layout.pack(update.adapter, update.norms, self._flat)
+        self._layout.pack(update, self._flat)
+        if self._memory is None:
+            name = self.client.upload(self._flat.cpu().numpy().data)
+        else:
+            name = self._memory.name
+            if self._flat is not self._memory.data:
+                self._memory.data.copy_(self._flat)
+        sums = {"checksum": checksum_of(self._flat), "fingerprint": update.fingerprint}
+        return {"layout": self._layout.text, "memory": name, **sums}
 
     def contents(self) -> Contents:
         answers = self.client.call("qerl_contents")
         ranks = [Contents(a["received"], a["damaged"], a["draw"] and NoiseDraw(*a["draw"])) for a in answers]
-        first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
-        if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
+        damaged = sorted({name for rank in ranks for name in rank.damaged})
+        if len({(rank.received, rank.draw) for rank in ranks}) > 1:
             damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
-        return first._replace(damaged=damaged)
+        return ranks[0]._replace(damaged=damaged)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         counts, everyone = gather_prompts(prompts)
         payload: list[list[Completion] | None] = [None]
         try:
             payload[0] = self._complete(everyone, sampling)
-        finally:  # the other processes wait for it, also where this one has failed
+        finally:  # the other processes wait for it, even after a failure here
             broadcast_object_list(payload, from_process=0)
         assert payload[0] is not None
         return payload[0][: counts[0]]
@@ -237,17 +241,10 @@ class ServerEngine(Engine):
     def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         if not prompts:
             return []
-        further: dict[str, Any] = {"ignore_eos": sampling.ignore_eos, "stop_token_ids": list(sampling.stop_token_ids)}
-        if sampling.seed is not None and sampling.temperature > 0:
-            further["seed"] = [sampling.seed + i for i in range(len(prompts))]
-        output = self.client.generate(
-            prompts,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            generation_kwargs=further,
-        )
+        first = sampling.seed if sampling.temperature > 0 else None
+        seeds = None if first is None else [first + i for i in range(len(prompts))]
+        own = vars(sampling) | {"seed": seeds, "stop_token_ids": list(sampling.stop_token_ids)}
+        output = self.client.generate(prompts, generation_kwargs=own)
         return [
             Completion(list(ids), [math.nan if step[0] is None else step[0] for step in steps])
             for ids, steps in zip(output["completion_ids"], output["logprobs"], strict=True)
@@ -264,3 +261,74 @@ class ServerEngine(Engine):
 
 def _is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # the last is TRL's default
+
+
+def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:
+    """Summaries of the trainer's linear layers, and of its other frozen weights in `names`."""
+    summaries: dict[str, WeightSummary] = {}
+    head = cast(PreTrainedModel, model).get_output_embeddings()  # PeftModel passes it on
+    for name, layer in linear_layers(model).items():
+        if isinstance(layer, NVFP4Linear):
+            scale = float(layer.global_scale)
+            summaries[name] = summary("nvfp4", layer.weight_packed, layer.weight_scale, divisor=scale)
+        else:
+            summaries[name] = summary("embedding" if layer is head else "dense", layer.weight)
+        if layer.bias is not None:
+            summaries[f"{name}.bias"] = summary("bias", layer.bias)
+    others = set(names) - set(trained_norms(model)) - set(summaries)
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and (name := canonical_name(path)) in others:
+            summaries[name] = summary("norm" if weight.ndim == 1 else "embedding", weight)
+    return summaries
+
+
+def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Differences of a server from the trainer's `spec` and `model`, in words; empty if it can generate for it.
+    `ranks`: answers of `qerl_describe`, one per tensor-parallel rank."""
+    first, found = ranks[0], []
+    if first["dtype"] != spec.dtype:
+        found.append(f"it computes in {first['dtype']}, the trainer in {spec.dtype}")
+    if first["logprobs_mode"] != LOGPROBS_MODE:
+        found.append(f"its log-probabilities are {first['logprobs_mode']}, not {LOGPROBS_MODE}")
+    if spec.max_model_len is not None and first["max_model_len"] < spec.max_model_len:
+        found.append(f"its longest sequence is {first['max_model_len']} tokens, the trainer's {spec.max_model_len}")
+    if spec.batch_invariant and not first["batch_invariant"]:
+        found.append("it was started without batch-invariant kernels, and vllm_batch_invariant=True asks for them")
+    groups: dict[str, list[str]] = defaultdict(list)
+    causes = {"norm": "another checkpoint, or an earlier run trained them on this server"}
+    if spec.scale_rule not in (None, rule := first["options"].get("scale_rule", "rtn")):
+        causes["nvfp4"] = f"scale_rule={rule!r} there, {spec.scale_rule!r} in the trainer"
+    theirs = {name: [WeightSummary(*rank["weights"][name]) for rank in ranks] for name in first["weights"]}
+    mine = trainer_summaries(model, theirs)
+    for name, weight in mine.items():
+        if name not in theirs:
+            if weight.kind == "nvfp4":
+                groups["it has no layer for"].append(name)
+        elif (there := theirs[name][0].kind) != weight.kind:
+            groups[f"{there} there and {weight.kind} in the trainer:"].append(name)
+        elif not _same(weight, theirs[name]):
+            groups[f"other {weight.kind} weights ({causes.get(weight.kind, 'another checkpoint')}):"].append(name)
+    for name, shards in theirs.items():
+        if name not in mine and shards[0].kind in ("nvfp4", "dense"):
+            groups["layers that the trainer's model does not have:"].append(name)
+    adapter, buffers = active_adapter(model), first["adapter_ranks"]
+    for name, layer in rollout_layers(model).items():
+        has, rank = buffers.get(name), layer.r[adapter]
+        if has is None:
+            groups["no adapter buffers in"].append(name)
+        elif has < rank:
+            groups[f"adapter buffers of rank {has}, but the trainer's adapter has rank {rank}, in"].append(name)
+    for text, names in groups.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        found.append(f"{text.replace('nvfp4', 'NVFP4')} {', '.join(sorted(names)[:3])}{more}")
+    return found
+
+
+def _same(mine: WeightSummary, shards: list[WeightSummary]) -> bool:
+    """Whether the shards form the weight or copies of it (replicated norms; k and v on more ranks than heads)."""
+    copies, rest = divmod(sum(shard.numel for shard in shards), mine.numel)
+    if rest or any(abs(shard.divisor - mine.divisor) > 1e-6 * mine.divisor for shard in shards):
+        return False
+    sums = [sum(parts) for parts in zip(*(shard.sums for shard in shards), strict=True)]
+    return sums == [copies * value for value in mine.sums]

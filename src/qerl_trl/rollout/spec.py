@@ -1,6 +1,5 @@
-"""What an engine must be told to compute the trainer's model: one record, from which come the arguments of `vllm.LLM`, the `vllm
-serve` command, and what a server's answer is compared with.
-"""
+"""Settings of an engine for the trainer's model: one record for the arguments of `vllm.LLM`, the `vllm serve` command
+and the comparison with a server."""
 
 import hashlib
 import json
@@ -29,43 +28,42 @@ from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
 from ..support.names import canonical_name
 from .engine import BATCH_INVARIANT, WORKER_EXTENSION
 
-#: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
+#: loader of weights from the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
 ENDPOINT = "qerl_trl.rollout.vllm.worker.RolloutEndpoint"
-#: log-probabilities after temperature and truncation, which are the behaviour policy's
+#: log-probabilities after temperature and truncation: the behaviour policy's
 LOGPROBS_MODE = "processed_logprobs"
-#: which of a checkpoint's files say what the model is: those that the trainer reads. Left to itself vLLM prefers Mistral's own where they
-#: lie beside them (params.json, tekken.json)
+#: read the trainer's files: by default vLLM prefers Mistral's own (params.json, tekken.json) if a checkpoint has both
 FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
 DELTA_NET = {"gdn_prefill_backend": "triton"}
-#: sequences at a time that a server is asked for at most: vLLM's own default on the largest GPUs. It refuses more of them than tokens in a step
-#: (2048 by default on small GPUs)
+#: largest `max_num_seqs` of a server: vLLM's default on large GPUs, and below its limit, the tokens per step (2048 on
+#: small GPUs)
 MOST_SERVED = 1024
 
 
 def at_a_time(args: Any, mode: str, of_an_engine: int | None) -> int | None:
-    """`max_num_seqs` of an engine: what TRL computes for one in process, and the completions of all processes for a server, which they share."""
+    """`max_num_seqs` of an engine: TRL's value in process, and the completions of all processes for a shared server."""
     return min(args.generation_batch_size, MOST_SERVED) if mode == "server" else of_an_engine
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The trainer's model as an engine has to build it.
+    """The trainer's model, as built by an engine.
 
     Args:
         model, revision: the checkpoint, as transformers and vLLM take it.
         dtype: compute dtype, "bfloat16", "float16" or "float32".
-        base: "nvfp4", or "dense" for weights that stay as they are (bitsandbytes' too, which only the loader knows).
-        scale_rule: block-scale rule where the checkpoint is quantized while it loads; None where its bytes are NVFP4 already.
-        ignore: linear layers that stay dense, by the shortest names that work; None where the checkpoint's own config says it.
-        adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None for a model that is trained without one.
+        base: "nvfp4", or "dense" for unchanged weights (bitsandbytes' too: only the loader tells them apart).
+        scale_rule: block-scale rule of a checkpoint quantized at load; None for an NVFP4 checkpoint.
+        ignore: dense linear layers ([`short_names`]); None to follow the checkpoint's config.
+        adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None without an adapter.
         max_model_len: longest sequence, in tokens; None for the model's own limit.
-        max_num_seqs: sequences at a time, for which vLLM captures CUDA graphs and keeps buffers; None for its default. A server may have others.
-        batch_invariant: whether the engine must compute a sequence to the same bits whatever else is in the batch.
-        text_only: whether no pictures can come, so that an engine of a model that sees them builds no tower and keeps no memory for one.
-        delta_net: whether layers carry a state in place of keys and values, as Qwen3.5's. vLLM takes its Triton kernels there, since FlashInfer
-            compiles its own for minutes; in process without a prefix cache, whose second state per sequence is not planned.
-        holds: digest of how each layer of the trainer's model holds its weight, which is how an engine in its process does.
+        max_num_seqs: concurrent sequences (vLLM's CUDA graphs and buffers); None for its default. A server may differ.
+        batch_invariant: a sequence must have the same bits in every batch.
+        text_only: no pictures can come, so an engine of a multimodal model builds no tower.
+        delta_net: layers with a recurrent state, as Qwen3.5's. They run vLLM's Triton kernels (FlashInfer compiles for
+            minutes); in process without a prefix cache, since memory for its second state per sequence is not planned.
+        holds: digest of the weight format of each layer of the trainer's model, for an engine in its process.
     """
 
     model: str
@@ -94,26 +92,26 @@ class EngineSpec:
         pictures: bool = True,
         **limits: Any,
     ) -> "EngineSpec":
-        """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
-        know its own; `pictures`: whether any may come ([`pictures_may_come`]); `limits` are the fields from
-        `max_model_len` on."""
+        """From the trainer's model. `dtype` defaults to its compute dtype, `scale_rule` counts if its config has none;
+        `pictures`: see [`pictures_may_come`]; `limits`: the fields from `max_model_len` on."""
         base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         row = architecture_of(base.config.get_text_config(decoder=True).model_type)
         if row.outside_vllm:
             raise ValueError(f"{type(base).__name__} cannot roll out in vLLM: {row.outside_vllm}. Use use_vllm=False.")
         quantizer = getattr(base, "hf_quantizer", None)
         config = quantizer and quantizer.quantization_config
-        at_load = True  # a model that was quantized by hand came from a dense checkpoint
+        at_load = True  # a model quantized by hand came from a dense checkpoint
         if isinstance(config, NVFP4Config):
             scale_rule, at_load = config.scale_rule, config.source_format is None
-        packed, text = has_nvfp4(base), base.config.get_text_config(decoder=True)
+        packed, text, linears = has_nvfp4(base), base.config.get_text_config(decoder=True), linear_layers(base)
+        dense = [name for name, layer in linears.items() if not isinstance(layer, NVFP4Linear)]  # the head is one
         return cls(
             model=base.name_or_path or "",
             revision=revision,
             dtype=str(dtype or compute_dtype(model)).removeprefix("torch."),
             base="nvfp4" if packed else "dense",
             scale_rule=scale_rule if packed and at_load else None,
-            ignore=tuple(dense_layers(base)) if packed and at_load else None,
+            ignore=tuple(short_names(dense, linears)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
             text_only=text is not base.config and not pictures,
             delta_net=bool(delta_net_layers(base.config)),
@@ -133,10 +131,10 @@ class EngineSpec:
         return {"qerl": {name: value for name, value in options.items() if value is not None}}
 
     def llm_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM` in the trainer's process: TRL's, and ours. Memory and placement come on top.
+        """Keyword arguments of `vllm.LLM` in the trainer's process, except memory and placement.
 
-        `holds` is among the options for vLLM's sake: it keeps compiled graphs on disk by `additional_config`, and one that was traced over dense
-        weights finds none of them in a layer of bitsandbytes.
+        `holds` keys vLLM's disk cache of compiled graphs, which covers `additional_config`: a graph traced over dense
+        weights fails on layers of bitsandbytes.
         """
         options = self.options()["qerl"]
         return {
@@ -159,8 +157,7 @@ class EngineSpec:
         }
 
     def serve_command(self, host: str = "127.0.0.1", port: int | None = None) -> str:
-        """The command that starts a server for this model, as one shell line. Placement may be added. The trainer's secret has to be in
-        its environment."""
+        """Shell command of a server for this model, without placement. Its environment needs the trainer's secret."""
         command = [f"{BATCH_INVARIANT}=1"] * self.batch_invariant + ["vllm", "serve", self.model]
         options: dict[str, Any] = {
             "revision": self.revision,
@@ -189,32 +186,26 @@ def _held_as(model: nn.Module) -> str:
     kinds = []
     for name, layer in linear_layers(model).items():
         kind: list[Any] = [name, type(layer).__name__]
-        # an NVFP4Linear would decode its weight to answer
+        # reading `weight` of an NVFP4Linear would decode it
         if not isinstance(layer, NVFP4Linear) and (state := getattr(layer.weight, "quant_state", None)) is not None:
             kind += [state.quant_type, str(state.dtype), state.blocksize, state.nested]
         kinds.append(kind)
     return hashlib.blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
 
 
-def dense_layers(model: nn.Module) -> list[str]:
-    """The linear layers of a quantized model that are not packed (the head is one), by the shortest names that work."""
-    linears = linear_layers(model)
-    return short_names((name for name, layer in linears.items() if not isinstance(layer, NVFP4Linear)), linears)
-
-
 def active_adapter(model: nn.Module) -> str:
-    """Name of the adapter that is trained and rolled out."""
+    """Name of the trained adapter."""
     return cast(PeftModel, model).active_adapters[0]
 
 
 def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """The layers that carry the active adapter, by canonical name."""
+    """Layers with the active adapter, by canonical name."""
     adapter = active_adapter(model)
     return {canonical_name(n): layer for n, layer in adapted_layers(model).items() if adapter in layer.lora_A}
 
 
 def check_servable(model: nn.Module) -> None:
-    """Refuse adapters that our vLLM method does not compute."""
+    """Refuse adapters outside our vLLM method: raises `ValueError`."""
     configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
     config = configs[adapter]
     problems = []
@@ -227,7 +218,7 @@ def check_servable(model: nn.Module) -> None:
     else:
         own = vars(config)
         problems += [f"{flag}={own[flag]!r}" for flag in ("use_dora", "lora_bias") if own[flag]]
-        if changes_base(model):  # a server loads the base as it is stored
+        if changes_base(model):  # a server loads the unchanged base
             problems.append(f"bias={config.bias!r} with init_lora_weights={config.init_lora_weights!r}")
         problems += [name for name in ("trainable_token_indices", "target_parameters") if own[name]]
     for name, module in model.named_modules():
@@ -242,29 +233,29 @@ def check_servable(model: nn.Module) -> None:
         problems.append(f"an adapter on {len(towers)} layers of a tower for pictures ({remedy})")
     if problems:
         raise ValueError(
-            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on one set of linear target_modules (norms may be in "
-            "modules_to_save), or use_vllm=False."
+            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on one set of linear "
+            "target_modules (norms may be in modules_to_save), or use_vllm=False."
         )
 
 
 def check_vocabulary(model: nn.Module) -> None:
-    """Refuse a model whose embeddings were resized: an engine is built from the files that it was loaded from."""
+    """Refuse a model with resized embeddings (`ValueError`): an engine loads the original checkpoint."""
     resized, stored = cast(Any, model.config).get_text_config().vocab_size, stored_vocabulary(model)
     if stored not in (None, resized):
         raise ValueError(
-            f"The model has {resized} embeddings, and its checkpoint, which vLLM loads, has {stored}. Train from a folder to which the resized model is "
-            "saved, or pass use_vllm=False."
+            f"The model has {resized} embeddings, and its checkpoint, which vLLM loads, has {stored}. Train from a "
+            "folder to which the resized model is saved, or pass use_vllm=False."
         )
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a model, packed or dense, under adapters or not, by canonical name."""
+    """All linear layers of a model, packed or dense, with or without adapter, by canonical name."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {canonical_name(name): module for name, module in found.items() if ".lora_" not in name}
 
 
 def short_names(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
-    """The shortest list of names that means `chosen` among `everything`: a last component where all that share it are chosen."""
+    """Shortest list of names for `chosen` among `everything`: a last component, if all names with it are chosen."""
     chosen, by_leaf = set(chosen), defaultdict(set)
     for name in everything:
         by_leaf[name.rpartition(".")[2]].add(name)
@@ -275,14 +266,14 @@ def short_names(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
 
 
 def adapter_buffers(model: nn.Module) -> dict[str, Any]:
-    """The engine option `adapter` for this PEFT model: its largest rank, and the layers by the shortest names that work."""
+    """Engine option `adapter` of a PEFT model: its largest rank, and its layers ([`short_names`])."""
     layers, adapter = rollout_layers(model), active_adapter(model)
     rank = max(layer.r[adapter] for layer in layers.values())
     return {"rank": rank, "targets": short_names(layers, linear_layers(model))}
 
 
 def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Norms that are trained (`modules_to_save`), by canonical name."""
+    """Trained norms (`modules_to_save`), by canonical name."""
     adapter, norms = active_adapter(model), {}
     for name, module in model.named_modules():
         wrapped = isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim == 1
@@ -292,9 +283,9 @@ def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def pictures_may_come(processing_class: Any, data: Iterable[Any], plays: bool) -> bool:
-    """Whether a prompt may hold a picture, as far as the training and evaluation data tell; `True` where they do not: streamed, or made when read.
+    """Whether prompts may have pictures, by the training and evaluation data; `True` for streamed or transformed data.
 
-    TRL takes pictures from a processor alone: not with a tokenizer. `plays`: tools, environments or a rollout function may show some.
+    A tokenizer means no pictures in TRL. `plays`: tools, environments or a rollout function may add pictures.
     """
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return False
@@ -302,7 +293,7 @@ def pictures_may_come(processing_class: Any, data: Iterable[Any], plays: bool) -
 
 
 def _of_text(data: Any) -> bool:
-    """Whether the prompts are known to be text: one each, or messages whose content is a text, not a list of parts."""
+    """Whether all prompts are surely text: strings, or messages with a string (not a list of parts) as content."""
     if not isinstance(data, Dataset) or data.format["type"] == "custom" or "prompt" not in data.column_names:
         return False
     prompt: Any = data.features["prompt"]

@@ -1,11 +1,11 @@
-"""What the processes of a run can do, and each `base_format` in vLLM. What cannot work is refused before anything is loaded: combinations of
-options when a configuration is made (`support/options.py`), the rest here.
+"""Supported combinations of processes, sharding and `base_format` in vLLM. Others are refused before anything is
+loaded: combinations of options by the configuration (`support/options.py`), the rest here.
 
 | base_format | colocate mode | server mode |
 |---|---|---|
-| `nvfp4`, `bf16` | the engine reads the trainer's weights and gets the adapter | the server loads the checkpoint and gets the adapter |
+| `nvfp4`, `bf16` | engine reads the trainer's weights; syncs the adapter | loads the checkpoint; syncs the adapter |
 | `nf4` | the same; one engine per process, since 4-bit blocks of bitsandbytes cannot be split | no |
-| `full` | the engine has a copy of the weights in the compute dtype; each step streams them in place | no |
+| `full` | engine has a copy of the weights in the compute dtype; each step streams them in place | no |
 
 Noise on the norms works in all of them.
 """
@@ -29,27 +29,27 @@ from .vllm.plugin import OLDEST_VLLM, check_vllm, import_vllm
 logger = logging.getLogger(__name__)
 
 
-#: what a trainer may be given that takes as many turns with the engine as it likes; of those, what goes on in TRL's own loop
+#: trainer arguments with any number of engine calls per process, and those in TRL's own loop
 _TURNS, _LOOPS = ("rollout_func", "tools", "environment_factory"), ("tools", "environment_factory")
 
 
 def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> None:
-    """Refuse turns with the model that processes take together: each takes another number of them. Sharded models would wait for each other, and
-    TRL would deal the completions of one engine to other prompts."""
+    """Refuse (`ValueError`) multi-turn rollouts with collective model calls: the number of turns differs per process.
+    Sharded models would hang, and TRL would assign one engine's completions to wrong prompts."""
     turns = [name for name in _TURNS if given.get(name)]
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     together: str | None = None
     if sharded and not args.use_vllm:
         together = f"use_vllm=False cannot work under {sharded}"
-    elif args.use_vllm and args.world_size > 1:  # with one engine that answers several processes in one call
+    elif args.use_vllm and args.world_size > 1:  # one engine may answer several processes in one call
         size, turns = args.vllm_tensor_parallel_size, [name for name in turns if name in _LOOPS]
         server = args.vllm_mode == "server"
         engine = "vllm_mode='server'" if server else f"vllm_tensor_parallel_size={size}" if size > 1 else None
         together = engine and f"{engine} cannot work in {args.world_size} processes"
     if turns and together:
         raise ValueError(
-            f"{turns[0]} with {together}: each takes its own number of turns. Use use_vllm=True with vllm_mode='colocate' and "
-            "vllm_tensor_parallel_size=1, or plain data parallelism."
+            f"{turns[0]} with {together}: each takes its own number of turns. Use use_vllm=True with "
+            "vllm_mode='colocate' and vllm_tensor_parallel_size=1, or plain data parallelism."
         )
 
 
@@ -58,9 +58,11 @@ def _zero_stage(args: QeRLConfig | QeRLRLOOConfig) -> int:
 
 
 def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
-    """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded."""
-    check_sharding(args, _zero_stage(args), fsdp_version(args))
-    settle_optimizer(args)
+    """Before the model is loaded, refuse a setup without a working engine, and replace an unsupported optimizer."""
+    zero_stage, fsdp = _zero_stage(args), fsdp_version(args)
+    if zero_stage or fsdp is not None:
+        check_sharding(args, zero_stage, fsdp)
+        settle_optimizer(args)
     if not args.use_vllm:
         return
     check_vllm(OLDEST_VLLM if args.vllm_mode == "colocate" else None)  # TRL's client of a server needs it too
@@ -69,7 +71,7 @@ def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
 
 
 def check_sharding(args: QeRLConfig | QeRLRLOOConfig, zero_stage: int, fsdp_version: int | None) -> None:
-    """Refuse ways of sharding in which weights cannot be quantized while they load, or an engine cannot get whole tensors, layer by layer."""
+    """Refuse (`ValueError`) sharding without quantization at load, or without whole tensors layer by layer for vLLM."""
     what = "use_vllm=True" if args.use_vllm else f"base_format={args.base_format!r}"
     if zero_stage == 3 and (args.use_vllm or args.base_format in ("nvfp4", "nf4")):
         way = "DeepSpeed ZeRO-3, which partitions weights while they load"
@@ -83,9 +85,9 @@ def check_sharding(args: QeRLConfig | QeRLRLOOConfig, zero_stage: int, fsdp_vers
 
 
 def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """`function`, with a check of what it returns: a completion per prompt, and one log-probability per token.
+    """`function` with a check of its output: a completion per prompt, and one log-probability per token.
 
-    TRL broadcasts vLLM's lists of candidates into a third dimension, and the correction becomes one number of all pairs of tokens.
+    TRL would broadcast vLLM's lists of candidates into a third dimension and correct by all pairs of tokens.
     """
 
     @functools.wraps(function)
@@ -102,8 +104,9 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
                 f"; completion {i} has {lengths[i]} tokens and log-probabilities {shapes[i]}" for i in wrong[:1]
             )
             raise RolloutError(
-                f"rollout_func returned {len(tokens)} completions and {len(shapes)} log-probabilities for {len(prompts)} prompts{first}. "
-                "Return a completion per prompt, and a number per token: of vLLM's lists value[0]."
+                f"rollout_func returned {len(tokens)} completions and {len(shapes)} log-probabilities for "
+                f"{len(prompts)} prompts{first}. Return a completion per prompt, and a number per token: of vLLM's "
+                "lists value[0]."
             )
         return output
 
@@ -111,19 +114,20 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
 
 
 def placed_in_training(accelerator: Accelerator) -> bool:
-    """Whether the model gets to its device only with `accelerator.prepare`, which transformers calls when training starts."""
+    """Whether the model reaches its device only in `accelerator.prepare`, at the start of training."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def settle_optimizer(args: Any) -> None:
-    """Under FSDP, an optimizer that can step what it shares out ([`optimizer_under_fsdp`]) in place of one that would stop at the first step."""
+    """Under FSDP, replace an optimizer unable to step sharded parameters ([`optimizer_under_fsdp`])."""
     if fsdp_version(args) is None:
         return
     wanted = str(OptimizerNames(args.optim).value)
     used = optimizer_under_fsdp(wanted)
     if used != wanted:
         logger.warning(
-            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shards. This run uses %r, the same AdamW.",
+            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shards. This run uses %r, the same "
+            "AdamW.",
             wanted,
             used,
         )

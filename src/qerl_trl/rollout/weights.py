@@ -1,4 +1,4 @@
-"""What an update changes, and how it gets from the trainer's model into an engine: an adapter, or every weight."""
+"""The trained weights, an adapter or all of them, and their way from the trainer's model into an engine."""
 
 import contextlib
 import functools
@@ -9,11 +9,11 @@ import os
 import secrets
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -23,44 +23,44 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from ..support.names import canonical_name, full_tensor, full_tensors, local_tensor
-from .engine import AdapterTensors, Engine, Update, bits, changes, fingerprint
+from .engine import AdapterTensors, Engine, Update, changes, fingerprint, word_sum
 from .spec import active_adapter, check_servable, rollout_layers, trained_norms
 
-#: makes the whole tensors of sharded parameters available while it is open
+#: context manager with the whole tensors of sharded parameters
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
 
 
 class Trained(ABC):
-    """The trained part of a model. Found once, at start: wrappers such as DDP and FSDP come later and keep the modules."""
+    """The trained part of a model, found once at start: wrappers such as DDP and FSDP keep the modules."""
 
     @abstractmethod
     def parameters(self) -> list[torch.Tensor]:
-        """All of it, as it is now."""
+        """All trained tensors, with their current values."""
 
     @abstractmethod
     def put(
         self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
     ) -> tuple[str, float | None]:
-        """Copy it into the engine, and put the noise of `draw` on its norms `noisy`, where there is a draw; the fingerprint of what was put, and
-        the answer of `Engine.put`. Collective where parameters are sharded."""
+        """Copy it into the engine, and put the noise of `draw`, if any, on its norms `noisy`. Returns its fingerprint
+        and the result of `Engine.put`. Collective for sharded parameters."""
 
     @abstractmethod
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
-        """What `put` gives of `parameters`, whole ones; with nothing made of them, which takes longer than to read them."""
+        """The fingerprint from `put`, of whole `parameters`. Makes no copies, which would take longer than the sums."""
 
     def whole(self) -> bool:
-        """Whether this process holds all of it; `stamp` is the fingerprint that `put` gives then."""
+        """Whether nothing is sharded; `stamp` then equals the fingerprint from `put`."""
         return _whole(self.parameters())
 
     def stamp(self) -> str:
-        """Another one after a change of what this process holds, however it was made: an update, a load, a copy into it. By sums of each tensor
-        , which may stay as they are where values only change places within one tensor."""
+        """Digest of this process's tensors or shards, to detect any change: an update, a load, a copy. By sums: blind
+        to a permutation within one tensor."""
         parameters = self.parameters()
         return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
 
 
 class TrainedAdapter(Trained):
-    """The active LoRA adapter of a PEFT model, and the norms in its `modules_to_save`."""
+    """The active LoRA adapter of a PEFT model and the norms in its `modules_to_save`."""
 
     def __init__(self, model: nn.Module) -> None:
         check_servable(model)
@@ -73,19 +73,20 @@ class TrainedAdapter(Trained):
         self._check_complete(model)
 
     def _check_complete(self, model: nn.Module) -> None:
-        """Whatever is trained has to be among what is put."""
+        """Refuse trained tensors outside of the sync."""
         mine, others = {id(p) for p in self.parameters()}, set(cast(PeftModel, model).peft_config) - {self.name}
         trained = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
         if left := [name for name in trained if not others & {*name.split(".")}]:
             layers = sorted({canonical_name(name.partition(".lora_")[0]) for name in left})
             raise ValueError(
-                f"{len(left)} trained tensors would never reach vLLM, which carries LoRA on linear layers and norms in modules_to_save: those of "
-                f"{', '.join(layers[:4])}. Take them out of target_modules, or use use_vllm=False."
+                f"{len(left)} trained tensors would never reach vLLM, which carries LoRA on linear layers and norms in "
+                f"modules_to_save: those of {', '.join(layers[:4])}. Take them out of target_modules, or use "
+                "use_vllm=False."
             )
 
     def parameters(self) -> list[torch.Tensor]:
         modules: list[nn.Linear | nn.RMSNorm] = [half for _, down, up in self.layers.values() for half in (down, up)]
-        # twice in a step, of hundreds: by the module's own dict, which is faster than by its attribute
+        # hundreds of tensors twice per step: the module's own dict is faster than its attribute
         return [cast(torch.Tensor, module._parameters["weight"]) for module in [*modules, *self.norms.values()]]
 
     def put(
@@ -134,7 +135,7 @@ class TrainedWeights(Trained):
                 parameter = cast(torch.Tensor, module._parameters[key])
                 with gather([parameter]):
                     whole = full_tensor(parameter)
-                    sums.append((name, bits(whole)))
+                    sums.append((name, word_sum(whole)))
                     yield name, whole
 
         engine.put_weights(stream())
@@ -145,25 +146,21 @@ class TrainedWeights(Trained):
 
 
 def _whole(parameters: Sequence[torch.Tensor]) -> bool:
-    return all(type(parameter) is nn.Parameter for parameter in parameters)
+    return {*map(type, parameters)} <= {nn.Parameter}
 
 
 def trained_part(model: nn.Module) -> Trained:
     return TrainedAdapter(model) if is_peft_model(model) else TrainedWeights(model)
 
 
-#: elements that are counted at a time; each takes 4 bytes meanwhile
+#: elements per partial count; each takes 4 bytes meanwhile
 _CHUNK = 2**26
 
 
 class WeightSummary(NamedTuple):
-    """One weight, or one rank's shard of it.
-
-    kind: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
-    numel: elements (of the packed bytes for NVFP4), without padding.
-    sums: `checksum`; for NVFP4 of the codes, then of the block scales.
-    divisor: NVFP4's global scale, else 0.
-    """
+    """One weight, or one rank's shard of it. `kind`: "nvfp4" or "dense" (linear layers), "bias", "norm" or "embedding"
+    (the head too). `numel`: elements without padding; NVFP4: packed bytes. `sums`: [`checksum`]; NVFP4: of codes and
+    block scales. `divisor`: NVFP4's global scale."""
 
     kind: str
     numel: int
@@ -172,7 +169,7 @@ class WeightSummary(NamedTuple):
 
 
 def checksum(tensor: torch.Tensor) -> list[int]:
-    """Sums of the squared byte values of a tensor, one per byte of its elements (two for bf16); those of shards add up, and padding adds 0."""
+    """Sums of squared byte values, one per byte of an element (two for bf16); shards add up, zero padding adds 0."""
     bytes_EB = tensor.detach().contiguous().view(torch.uint8).view(-1, tensor.element_size())
     squares = torch.arange(256, dtype=torch.int64, device=tensor.device) ** 2
     return [
@@ -182,33 +179,32 @@ def checksum(tensor: torch.Tensor) -> list[int]:
 
 
 def summary(kind: str, *parts: torch.Tensor, divisor: float = 0.0) -> WeightSummary:
-    """Of a weight, or of packed (N, K/2) and block scales (N, K/16); norms as float32, whatever dtype either side keeps them in."""
+    """Summary of a weight, or of packed (N, K/2) and block scales (N, K/16); norms as float32, for any stored dtype."""
     sums = [value for part in parts for value in checksum(part.float() if kind == "norm" else part)]
     return WeightSummary(kind, parts[0].numel(), sums, divisor)
 
 
 #: compute dtypes by their names in vLLM
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: bytes that are summed into one number of an update's checksum
+#: bytes per partial sum of an update's checksum
 _BLOCK = 2**16
+_SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class UpdateLayout:
-    """The tensors of an update in order: (kind, name, dtype, shape) each, kind "a" (r, K), "b" (N, r) or "norm" (K,). Float32 comes before 16
-    bits, so that all are aligned."""
+    """Layout of an update's tensors: (kind, name, dtype, shape) each, kind "a" (r, K), "b" (N, r) or "norm" (K,).
+    Float32 comes before 16 bits, for alignment."""
 
     entries: tuple[tuple[str, str, str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(
-        cls, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> "UpdateLayout":
-        """For this adapter in `dtype`, and these norms in float32."""
+    def of(cls, update: Update, dtype: torch.dtype) -> "UpdateLayout":
+        """Layout for an adapter in `dtype` and norms in float32."""
         name = str(dtype).removeprefix("torch.")
-        found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in norms.items()]
-        found += [("a", key, name, tuple(t.a.shape)) for key, t in adapter.items()]
-        found += [("b", key, name, tuple(t.b.shape)) for key, t in adapter.items()]
+        found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in update.norms.items()]
+        found += [("a", key, name, tuple(t.a.shape)) for key, t in update.adapter.items()]
+        found += [("b", key, name, tuple(t.b.shape)) for key, t in update.adapter.items()]
         return cls(tuple(found))
 
     @cached_property
@@ -219,7 +215,7 @@ class UpdateLayout:
     @classmethod
     @functools.lru_cache(maxsize=1)
     def parse(cls, text: str) -> "UpdateLayout":
-        """The layout of this `text`. Updates of one trainer have the same layout, so it is parsed once."""
+        """Inverse of `text`, cached: all updates of one trainer have the same layout."""
         return cls(tuple((kind, name, dtype, tuple(shape)) for kind, name, dtype, shape in json.loads(text)))
 
     @cached_property
@@ -228,37 +224,36 @@ class UpdateLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of an update: its tensors, and zeros up to a whole block."""
+        """Bytes of an update: its tensors, zero-padded to a whole block."""
         return -(-sum(self._sizes) // _BLOCK) * _BLOCK
 
     @cached_property
     def _latest(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        return []  # the latest buffer and its views, hundreds, which every update in the same buffer needs
+        return []  # latest buffer and its hundreds of views, for the next update in the same buffer
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in a buffer: uint8 (nbytes,), whose bytes they share."""
+        """The tensors as views of a buffer, uint8 (nbytes,)."""
         if not (self._latest and self._latest[0][0] is flat):
-            starts = accumulate(self._sizes, initial=0)
-            self._latest[:] = [(flat, [
-                flat[start : start + size].view(DTYPES[dtype]).view(shape)
-                for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
-            ])]  # fmt: skip
+            parts = zip(flat[: sum(self._sizes)].split(self._sizes), self.entries, strict=True)
+            self._latest[:] = [(flat, [part.view(DTYPES[dtype]).view(shape) for part, (_, _, dtype, shape) in parts])]
         return self._latest[0][1]
 
     @torch.no_grad()
-    def pack(
-        self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], flat: torch.Tensor
-    ) -> None:
+    def pack(self, update: Update, flat: torch.Tensor) -> None:
         """Write an update into `flat`, uint8 (nbytes,) on the tensors' device; alpha/r goes into b, in float32."""
-        scaled = [t.b.float() for t in adapter.values()]
-        if scaled:
-            scaled = list(torch._foreach_mul(scaled, [t.scaling for t in adapter.values()]))
-        sources = [*norms.values(), *(t.a for t in adapter.values()), *scaled]
+        adapted, views = update.adapter.values(), self.views(flat)
+        sources = [*update.norms.values(), *(t.a for t in adapted)]
+        halves = [(t.b.detach().float(), t.scaling) for t in adapted]
+        if flat.is_cpu:  # one at a time, within the cache: a float32 copy of all is slower than the rest
+            for (b, factor), view in zip(halves, views[len(sources) :], strict=True):
+                torch.mul(b, factor, out=view)
+        elif halves:
+            sources += torch._foreach_mul(*zip(*halves, strict=True))
         if sources:
-            torch._foreach_copy_(self.views(flat), [source.detach() for source in sources])
+            torch._foreach_copy_(views[: len(sources)], [source.detach() for source in sources])
 
     def unpack(self, flat: torch.Tensor) -> tuple[dict[str, AdapterTensors], dict[str, torch.Tensor]]:
-        """Adapter and norms in `flat`, whose bytes they share."""
+        """Adapter and norms as views of `flat`."""
         parts: dict[str, dict[str, torch.Tensor]] = {"norm": {}, "a": {}, "b": {}}
         for (kind, name, _, _), tensor in zip(self.entries, self.views(flat), strict=True):
             parts[kind][name] = tensor
@@ -266,22 +261,23 @@ class UpdateLayout:
 
 
 def checksum_of(flat: torch.Tensor) -> str:
-    """Changes with any of these bytes (uint8, whole blocks). Waits for the device."""
+    """Digest of bytes (uint8, whole blocks). Waits for the device."""
     sums = flat.view(torch.int64).view(-1, _BLOCK // 8).sum(1) if flat.numel() else flat.long()
     return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 class SharedMemory:
-    """A file in `/dev/shm` that only this user may open, mapped as `data`, uint8 (size,), and pinned for a GPU. `name` is that of memory made by
-    another process, which Python's `multiprocessing.shared_memory` would remove when either one ends."""
+    """A file in `/dev/shm` with access for this user only, mapped as `data`, uint8 (size,), pinned for a GPU. `name`:
+    another process's memory. Python's `multiprocessing.shared_memory` would remove it at the end of either process."""
 
     def __init__(self, size: int, device: torch.device, name: str | None = None) -> None:
         self.size, self.name = size, name or f"qerl-{secrets.token_hex(16)}"
-        descriptor = os.open(_path(self.name), os.O_RDWR | (0 if name else os.O_CREAT | os.O_EXCL), 0o600)
+        self._path = _SHM / os.path.basename(self.name)  # the name may come over the network
+        descriptor = os.open(self._path, os.O_RDWR | (0 if name else os.O_CREAT | os.O_EXCL), 0o600)
         try:
             if name is None:
-                weakref.finalize(self, _unlink, self.name)
-                os.posix_fallocate(descriptor, 0, size)  # too little memory would end the process later
+                weakref.finalize(self, self._path.unlink, missing_ok=True)
+                os.posix_fallocate(descriptor, 0, size)  # else too little memory kills the process later
             self.data = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         finally:
             os.close(descriptor)
@@ -290,20 +286,12 @@ class SharedMemory:
             weakref.finalize(self, _unpin, self.data)
 
     def unlink(self) -> None:
-        _unlink(self.name)  # processes that have mapped it keep the memory, and a SIGKILL leaves nothing behind
+        """Remove the file; existing mappings keep the memory, and a SIGKILL leaves no file."""
+        self._path.unlink(missing_ok=True)
 
     @staticmethod
     def is_here(name: str) -> bool:
-        return bool(name) and os.access(_path(name), os.R_OK | os.W_OK)
-
-
-def _path(name: str) -> str:
-    return f"/dev/shm/{os.path.basename(name)}"  # of what came over the network
-
-
-def _unlink(name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(_path(name))
+        return bool(name) and os.access(_SHM / os.path.basename(name), os.R_OK | os.W_OK)
 
 
 def _pin(data: torch.Tensor) -> bool:

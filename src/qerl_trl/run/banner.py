@@ -1,4 +1,4 @@
-"""What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
+"""The banner at a run's start: versions, device, bytes, kernels, noise, settings."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from ..rollout import mismatch
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held, in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
+    """This process's peak memory in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -35,7 +35,7 @@ def base_description(model: nn.Module, base_format: str) -> str:
 
 
 def banner(trainer) -> str:
-    """The lines printed when a run starts."""
+    """The lines printed at a run's start."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     sizes, plan = model_bytes(model), trainer.memory_plan
     package_versions = versions()
@@ -48,15 +48,16 @@ def banner(trainer) -> str:
     noise = "off"
     if args.aqn:
         noise = (
-            f"{args.aqn_schedule}, sigma {args.aqn_sigma_start:g} -> {args.aqn_sigma_end:g} in {args.aqn_num_stages} stages, "
-            f"scope {args.aqn_scope}"
+            f"{args.aqn_schedule}, sigma {args.aqn_sigma_start:g} -> {args.aqn_sigma_end:g} in {args.aqn_num_stages} "
+            f"stages, scope {args.aqn_scope}"
         )
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
         "device": hardware(args),
         "base": f"{base_description(model, args.base_format)}, {_size(sizes.base)}",
         "trained": f"{sizes.trained_parameters:,} parameters, {_size(sizes.trained)}",
-        "optimizer": f"{plan.work.optimizer}, {_size(optimizer_bytes(plan.work.optimizer, sizes))}, lr {args.learning_rate:g}",
+        "optimizer": f"{plan.work.optimizer}, {_size(optimizer_bytes(plan.work.optimizer, sizes))}, "
+        f"lr {args.learning_rate:g}",
         "noise": noise,
         "rollout": f"{rollout}; {args.generation_batch_size} completions of up to {args.max_completion_length} tokens, "
         f"{args.num_generations} per prompt",
@@ -72,10 +73,8 @@ def banner(trainer) -> str:
 
 
 def unlike_trl(args: Any) -> list[str]:
-    """In what a run with `args` differs from the same script with TRL's config, and how to undo it: docs/source/three_lines.md in short.
-
-    Settings that the user chose are named only where our default is what was chosen.
-    """
+    """Differences of a run with `args` from TRL's config, and how to undo them: a summary of
+    docs/source/three_lines.md. Settings chosen by the user are listed only if equal to our default."""
     found = []
     if args.base_format != "full":
         found.append(f'the base is frozen in {args.base_format} and an adapter is trained (undo: base_format="full")')
@@ -96,7 +95,7 @@ def unlike_trl(args: Any) -> list[str]:
 
 
 def announce(trainer: Any) -> None:
-    """Print the banner on the main process, once in the life of a trainer, and what is not corrected."""
+    """Print the banner on the main process, once per trainer, and warn of uncorrected noise."""
     if not trainer._announced:
         trainer._announced = True
         trainer.accelerator.print(banner(trainer))

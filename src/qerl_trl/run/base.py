@@ -1,4 +1,4 @@
-"""Before TRL's trainer is built: its arguments, the model for its `base_format`, the adapter, named reward models, the engine."""
+"""Preparation of TRL's trainer: arguments, the model for its `base_format`, adapter, named reward models, engine."""
 
 import inspect
 import logging
@@ -34,13 +34,13 @@ from ..support import secrets
 from ..support.distributed import fsdp_version, keep_buckets
 from . import folder
 
-#: of `model_init_kwargs`, those of the policy alone
+#: keys of `model_init_kwargs` for the policy alone
 _OF_THE_POLICY = ("config", "quantization_config", "revision", "subfolder")
 logger = logging.getLogger(__name__)
 
 
 def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for TRL's trainer, of those that a class of ours was called with; checked before anything is loaded."""
+    """The arguments for TRL's trainer, from those of our class; checked before anything is loaded."""
     kind: Any = trainer
     model, args = given["model"], given.get("args")
     if args is None:
@@ -48,8 +48,8 @@ def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
         args = kind._config_class(f"{name.split('/')[-1]}-{kind._name}")
     if not isinstance(args, QeRLArguments):
         raise TypeError(
-            f"{kind.__name__} needs args of type {kind._config_class.__name__}, got {type(args).__name__}. It takes the same fields: use "
-            f"{kind._config_class.__name__}(...)."
+            f"{kind.__name__} needs args of type {kind._config_class.__name__}, got {type(args).__name__}. It takes "
+            f"the same fields: use {kind._config_class.__name__}(...)."
         )
     args = cast("QeRLConfig | QeRLRLOOConfig", args)
     keep_buckets(args)
@@ -66,13 +66,13 @@ def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def own_vllm_generation(trainer: Any) -> Iterator[None]:
-    """In the block TRL builds our `VLLMGeneration`, which has no factory hook: its name in TRL's trainer module is rebound."""
+    """Make TRL build our `VLLMGeneration` in this block, by rebinding its name in TRL's module: there is no hook."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         from ..rollout.generation import QeRLVLLMGeneration
 
         settle_ends(trainer)
-        kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # of this run, not the model's largest
+        kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # the run's, not the model's largest
         return QeRLVLLMGeneration(*args, trainer=trainer, **kwargs)
 
     with ExitStack() as stack:
@@ -90,10 +90,8 @@ def model_init(
     args: QeRLConfig | QeRLRLOOConfig,
     quantization_config: QuantizationConfigMixin | None,
 ) -> Iterator[QuantizationConfigMixin | None]:
-    """Yield the quantization config for TRL, with `args.model_init_kwargs` completed for the time of loading.
-
-    Restored afterwards: a model config or dtype object in there would not survive `TrainingArguments.to_json_string`.
-    """
+    """Yield the quantization config for TRL, with `args.model_init_kwargs` completed during loading and then restored:
+    `TrainingArguments.to_json_string` cannot serialize a model config or dtype object."""
     with_reference = args.base_format == "full" and args.beta != 0  # TRL loads the model once more
     if not isinstance(model, str):
         _check_instance(model, args.base_format)
@@ -123,7 +121,7 @@ def model_init(
     elif quantization_config is None and args.base_format == "nf4":
         quantization_config = _nf4_config(init["dtype"])
     if isinstance(quantization_config, NVFP4Config) and "config" not in init:
-        # what an NVFP4 checkpoint needs is a model config, what a dense one needs is the quantization config
+        # an NVFP4 checkpoint needs a model config, a dense one the quantization config
         loading = pretrained_kwargs(model, quantization_config, **hub)
         quantization_config = loading.pop("quantization_config", None)
         init.update(loading)
@@ -136,7 +134,7 @@ def model_init(
 
 
 def _hub_arguments(args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
-    """Where and how files of the model are found, for `from_pretrained` of its configuration."""
+    """Location of the model's files, for `from_pretrained` of its configuration."""
     init = args.model_init_kwargs or {}
     assert isinstance(init, dict), "TRL's configs parse JSON when they are built"
     hub: dict[str, Any] = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
@@ -144,7 +142,7 @@ def _hub_arguments(args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
 
 
 def source_of(model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
-    """Of which revision, in which cache, a trainer loaded the model that it got by name; nothing is known of one that came ready."""
+    """Revision and cache of a model loaded by name; empty for a given module."""
     if not isinstance(model, str):
         return {}
     hub = _hub_arguments(args)
@@ -154,7 +152,7 @@ def source_of(model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig) -> dict
 def adapter_config(
     model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig, peft_config: PeftConfig | None
 ) -> PeftConfig | None:
-    """The adapter that training needs, checked; `None` where the model brings its own or none is wanted."""
+    """The adapter for training, checked; `None` if the model has one or none is wanted."""
     has_adapter = not isinstance(model, str) and is_peft_model(model)
     if args.base_format == "full":
         if peft_config is not None or has_adapter:
@@ -177,14 +175,14 @@ def adapter_config(
 
 
 def _check_stored(model: str, base_format: str, hub: dict[str, Any]) -> None:
-    """Refuse a checkpoint that is quantized already, but for bitsandbytes' 4-bit weights in the arm that has such: before it is loaded."""
+    """Refuse a quantized checkpoint before loading, except for bitsandbytes' 4-bit weights with nf4."""
     stored, where = stored_quantization(model, **hub)
     if stored is None or (base_format == "nf4" and stored.get("load_in_4bit")):
         return
     method = stored.get("quant_method") or stored.get("producer", {}).get("name") or "an unknown method"
     raise ValueError(
-        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}). Name the unquantized model, or set "
-        "base_format='nvfp4' for an NVFP4 checkpoint, 'nf4' for one of bitsandbytes."
+        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}). "
+        "Name the unquantized model, or set base_format='nvfp4' for an NVFP4 checkpoint, 'nf4' for one of bitsandbytes."
     )
 
 
@@ -192,8 +190,8 @@ def _check_instance(model: nn.Module, base_format: str) -> None:
     packed = has_nvfp4(model)
     if base_format != "nf4" and packed != (base_format == "nvfp4"):
         raise ValueError(
-            f"base_format={base_format!r}, but the {type(model).__name__} passed has {'' if packed else 'no '}NVFP4 layers. Set "
-            f"base_format={'nvfp4' if packed else 'bf16'!r}, or pass the model's name."
+            f"base_format={base_format!r}, but the {type(model).__name__} passed has {'' if packed else 'no '}NVFP4 "
+            f"layers. Set base_format={'nvfp4' if packed else 'bf16'!r}, or pass the model's name."
         )
 
 
@@ -204,7 +202,7 @@ def _nf4_config(dtype: str | torch.dtype) -> BitsAndBytesConfig:
 
 
 def by_name(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments that `function` would get, each by its name; what goes into its `**kwargs` too."""
+    """The arguments of a call of `function` by name, including its `**kwargs`."""
     signature = inspect.signature(function)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -214,9 +212,7 @@ def by_name(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def with_reward_models(reward_funcs: Any, args: QeRLConfig | QeRLRLOOConfig) -> Any:
-    """`reward_funcs`, and a reward model that is named is loaded as TRL would load it, but for what concerns the policy alone: how that is
-    quantized, its configuration and its revision.
-    """
+    """Load named reward models as TRL would, without the policy's quantization, configuration and revision."""
     several = isinstance(reward_funcs, list)
     functions = reward_funcs if several else [reward_funcs]
     kind = args.distributed_state.distributed_type

@@ -1,4 +1,4 @@
-"""Exits of a run: what a signal, Ctrl-C or an error in a rollout leaves behind, and how to resume."""
+"""Exits of a run: messages and saves after a signal, Ctrl-C or an error in a rollout, and how to resume."""
 
 import logging
 import os
@@ -23,20 +23,24 @@ logger = logging.getLogger(__name__)
 
 
 def goes_on(output_dir: str, source: str, done: int, wanted: int, epoch: float | None) -> str:
-    """The line of a resumed run: from the checkpoint `source`, in `output_dir` or elsewhere, with `done` steps of those `wanted`."""
+    """The line of a resumed run: from the checkpoint `source`, anywhere, with `done` of `wanted` steps."""
     inside = Path(source).parent.resolve() == Path(output_dir).resolve()
     where, at = Path(source).name if inside else source, "" if epoch is None else f" (epoch {epoch:.2f})"
     return secrets.redact(
-        f"{output_dir} goes on at step {done} of {wanted}{at}, from {where}. For a fresh start, choose another output_dir."
+        f"{output_dir} goes on at step {done} of {wanted}{at}, from {where}. For a fresh start, choose another "
+        "output_dir."
     )
 
 
 def last_whole(saved: str | None) -> str:
-    """How to resume a run that was interrupted, from its last whole checkpoint."""
+    """How to resume an interrupted run from its last whole checkpoint."""
     if saved is None:
         return "No checkpoint was written yet, so the same command starts over."
     if not seal.keeps_optimizer(saved):
-        return f"The last whole checkpoint is {saved}, without an optimizer (save_only_model=True), so it cannot be resumed; choose another output_dir."
+        return (
+            f"The last whole checkpoint is {saved}, without an optimizer (save_only_model=True), so it cannot be "
+            "resumed; choose another output_dir."
+        )
     return f"The last whole checkpoint is {saved}: the same command goes on from it (resume_from_checkpoint=True)."
 
 
@@ -53,9 +57,7 @@ def told_of_interrupts(text: Callable[[], str]) -> Iterator[None]:
 @contextmanager
 def told_of_exits(trainer: Any) -> Iterator[None]:
     """Around a training: Ctrl-C and SIGTERM (schedulers, containers) name the step and the checkpoint to resume from.
-
-    A handler that the script has set for SIGTERM stays; only the main process prints.
-    """
+    The script's own handler for SIGTERM stays; only the main process prints."""
     own = os.getpid()
 
     def told(what: str) -> str:
@@ -72,15 +74,17 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
     if handled := main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, tell)
     try:
-        with told_of_interrupts(lambda: told("Interrupted")):
-            yield
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note(told("Interrupted"))
+        raise
     finally:
         if handled and signal.getsignal(signal.SIGTERM) is tell:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Moment(NamedTuple):
-    """Random states and the count of tokens, which the making of a batch changes."""
+    """Random states and token count, as changed by the making of a batch."""
 
     python: Any
     numpy: Any
@@ -105,7 +109,7 @@ class _Moment(NamedTuple):
 
 @contextmanager
 def as_of(moment: _Moment | None, state: TrainerState) -> Iterator[None]:
-    """The state is of that moment (`None`: of now) inside, and afterwards as it is now again."""
+    """Restore `moment` (`None`: now) inside, and the present state afterwards."""
     now = _Moment.now(state)
     (moment or now).restore(state)
     try:
@@ -115,7 +119,7 @@ def as_of(moment: _Moment | None, state: TrainerState) -> Iterator[None]:
 
 
 class Rescue:
-    """Saves the step that has ended when the making of a batch (rollout, rewards) fails, so that the same command resumes from it."""
+    """Saves the last completed step if the making of a batch (rollout, rewards) fails, so that it can be resumed."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -127,10 +131,7 @@ class Rescue:
 
     @contextmanager
     def around(self, made: bool = False) -> Iterator[None]:
-        """
-        Args:
-            made: whether the batch was made before, and is judged now.
-        """
+        """Save on an error in this block. `made`: the batch was made before, and is checked now."""
         trainer = self._trainer
         self._in_batch, self._all_failed = True, False
         if not made and trainer.model.training and trainer._step == trainer._saves.updated_at:
@@ -138,7 +139,7 @@ class Rescue:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, RolloutError):  # the engine has called this itself
+            if not isinstance(error, RolloutError):  # already called by the engine
                 error.add_note(self())
             raise
         finally:
@@ -146,16 +147,15 @@ class Rescue:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Around what fails in all processes or in none: they can save together."""
+        """Around code that fails on all ranks or none, so a collective save is safe."""
         self._all_failed = True
         yield
         self._all_failed = False
 
     def __call__(self) -> str:
-        """Save a checkpoint of the step that has ended, where that is safe. Returns what to resume from.
-
-        Not where one of several processes fails alone: the others wait elsewhere. Nor where the step began with completions of an earlier
-        rollout (`steps_per_generation` is no multiple of the accumulation): no checkpoint holds these."""
+        """Save a checkpoint of the last completed step, if safe, and return how to resume. Not safe if one rank fails
+        alone, or if the step began with completions of an earlier rollout, which no checkpoint has
+        (`steps_per_generation` is no multiple of the accumulation)."""
         trainer, step = self._trainer, self._trainer.state.global_step
         resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
         wanted = trainer.args.save_strategy != "no" and step > 0 and trainer.model.training
@@ -167,8 +167,8 @@ class Rescue:
             try:
                 with as_of(moment, trainer.state):
                     trainer._save_checkpoint(trainer.model, None)
-                trainer.accelerator.wait_for_everyone()  # who leaves first would end the one that seals
-            except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own
+                trainer.accelerator.wait_for_everyone()  # an early exit would end the rank that seals
+            except Exception as error:  # torch reports a full disk as RuntimeError; the Hub has its own errors
                 return f"Saving step {step} failed too ({type(error).__name__}: {error}); {resume}."
             return f"Step {step} is saved; {resume}."
         return f"The trainer's own state is intact; {resume}."

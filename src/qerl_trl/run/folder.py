@@ -1,12 +1,12 @@
-"""A run's output folder: one process at a time, one set of settings, and sealed when the run has ended.
+"""A run's output folder: one process at a time, one set of settings, and sealed at the end of the run.
 
     <output_dir>/
-      .qerl_lock               held by the process that trains (`lock`)
+      .qerl_lock               locked by the training process (`lock`)
       checkpoint-<step>/       each sealed (checkpoint/seal.py)
-      adapter_model.safetensors, trainer_state.json, ...   what `save_model` wrote last
+      adapter_model.safetensors, trainer_state.json, ...   of the last `save_model`
       qerl_manifest.json       the seal of those: sizes, hashes, settings, step (`seal`)
 
-What is at its newest in the folder says whose it is: a run with other settings is refused there, before it trains ([`settle`]).
+The newest seal identifies the owner: a run with other settings is refused before training ([`settle`]).
 """
 
 import errno
@@ -38,17 +38,18 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = seal.LOCK_NAME
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: safetensors and torch.save lose the number of the error, and the latter mostly its text too
+#: safetensors and torch.save lose the error's number, and the latter mostly its text too
 _FULL_TEXT = re.compile(
-    rf"\(os error ({'|'.join(map(str, sorted(_FULL)))})\)|No space left|PytorchStreamWriter failed|unexpected pos \d+ vs \d+",
+    rf"\(os error ({'|'.join(map(str, sorted(_FULL)))})\)|No space left|PytorchStreamWriter failed"
+    r"|unexpected pos \d+ vs \d+",
     re.IGNORECASE,
 )
-#: locks of this process, by folder; they end with it
+#: locks of this process, by folder, until its end
 _locks: dict[str, int] = {}
 
 
 def lock(output_dir: str | os.PathLike) -> None:
-    """Keep other processes from training into `output_dir` as long as this one lives. A second call changes nothing.
+    """Keep other processes from training into `output_dir` for the life of this one. Repeatable.
 
     Raises:
         `RuntimeError`: another process has it. A file system without locks keeps nobody out.
@@ -81,7 +82,7 @@ def lock_for(args: TrainingArguments) -> None:
 
 
 def _forget_locks() -> None:
-    """In a forked child, which would hold them after its parent's death."""
+    """Release the locks in a forked child, to not outlive its parent's."""
     while _locks:
         os.close(_locks.popitem()[1])
 
@@ -90,8 +91,8 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def resumable(output_dir: str | os.PathLike) -> str | None:
-    """What a run in `output_dir` is resumed from: its newest whole checkpoint, or the folder itself where the run has saved a later step there;
-    `None` for a fresh start."""
+    """The folder to resume a run in `output_dir` from: its newest whole checkpoint, or `output_dir` itself if a later
+    step was saved there; `None` for a fresh start."""
     newest, folder = seal.last_checkpoint(output_dir), Path(output_dir)
     ended = seal.recorded_run(folder).get("global_step", -1)
     if ended < 0 or not (folder / TRAINER_STATE_NAME).is_file():
@@ -102,10 +103,10 @@ def resumable(output_dir: str | os.PathLike) -> str | None:
 
 
 def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
-    """The whole checkpoint that `Trainer.train(resume_from_checkpoint)` means, `None` for a fresh start.
+    """The whole checkpoint for `Trainer.train(resume_from_checkpoint)`, `None` for a fresh start.
 
     Raises:
-        `ValueError`: there is none in `output_dir`, or the one that was named is damaged, or no checkpoint at all.
+        `ValueError`: there is none in `output_dir`, or the named one is damaged, or no checkpoint.
     """
     if not resume_from_checkpoint:
         return None
@@ -119,40 +120,41 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
             found = None
     if found is None:
         raise ValueError(
-            f"resume_from_checkpoint={resume_from_checkpoint!r} {what}. Name a checkpoint-<step>, or leave it out. To train an export's adapter: "
-            "model=qerl_trl.load_adapter(model, folder, is_trainable=True)."
+            f"resume_from_checkpoint={resume_from_checkpoint!r} {what}. Name a checkpoint-<step>, or leave it out. To "
+            "train an export's adapter: model=qerl_trl.load_adapter(model, folder, is_trainable=True)."
         )
     return found
 
 
 def step_of(folder: str | os.PathLike) -> int:
-    """Steps that a checkpoint, or a sealed run folder, has behind it."""
+    """Completed steps of a checkpoint, or a sealed run folder."""
     return json.loads(Path(folder, TRAINER_STATE_NAME).read_text())["global_step"]
 
 
 def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[str, Any], allowed: bool) -> list[str]:
-    """Compare `settings` with those of the run that is resumed, or of the one whose folder a new run would take.
+    """Compare `settings` with those of the resumed run, or of the owner of a new run's folder.
 
     Returns:
-        Differences that `allowed` (`allow_other_settings`) let pass, one line each, with those of earlier times.
+        Differences permitted by `allowed` (`allow_other_settings`), one line each, including earlier ones.
 
     Raises:
-        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. Where the checkpoint lies elsewhere, `allowed` lets
-            nothing pass for the folder: its files are those of another run.
+        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. `allowed` does not cover the
+        folder if the checkpoint is elsewhere: its files are another run's.
     """
     elsewhere = resume is None or not _lies_in(resume, output_dir)
-    # next to its checkpoints a run's adapter may lie, as it was pushed
+    # a run's pushed adapter may be next to its checkpoints
     own = None if resume is None else settings if elsewhere else seal.recorded_settings(Path(resume))
     if held := _held(Path(output_dir), own, settings if elsewhere else None):
         raise ValueError(
-            f"output_dir={str(output_dir)!r} {held}. Choose another output_dir, or remove this one (qerl-trl train: --overwrite)."
+            f"output_dir={str(output_dir)!r} {held}. Choose another output_dir, or remove this one (qerl-trl train: "
+            "--overwrite)."
         )
     source = _owner(Path(output_dir)) if elsewhere else None
     unsealed = sorted(p.name for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
     if elsewhere and source is None and unsealed:
         logger.warning(
-            "output_dir=%s holds checkpoints of another trainer: %s. This run replaces them, and with save_total_limit removes "
-            "them. Choose another output_dir if they are needed.",
+            "output_dir=%s holds checkpoints of another trainer: %s. This run replaces them, and with "
+            "save_total_limit removes them. Choose another output_dir if they are needed.",
             output_dir,
             ", ".join(unsealed),
         )
@@ -161,15 +163,16 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
     found = identity.differences(then, settings)
     if found.refused and not allowed:
         raise ValueError(
-            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. Choose another output_dir for a new run, or resume with "
-            "allow_other_settings=True."
+            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. Choose another output_dir for "
+            "a new run, or resume with allow_other_settings=True."
         )
     for line in found.reported + found.refused:
         logger.warning("Resuming %s with other settings: %s", source, line)
     if resume is None:
         if source is not None:
             logger.warning(
-                "output_dir=%s holds this run already, and it starts over. Pass resume_from_checkpoint=True to resume it.",
+                "output_dir=%s holds this run already, and it starts over. Pass resume_from_checkpoint=True to resume "
+                "it.",
                 output_dir,
             )
         return []
@@ -178,7 +181,7 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
 
 
 def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Remove what a run with other settings has left in its folder: its checkpoints, what it saved, and `names`."""
+    """Remove the files of a run with other settings from its folder: its checkpoints, its saved model, and `names`."""
     folder = Path(output_dir)
     source = _owner(folder)
     if source is None or not identity.differences(seal.recorded_settings(source), settings).refused:
@@ -193,14 +196,14 @@ def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Ite
 def require_own(
     folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = (), resumed: bool = False
 ) -> None:
-    """Before a run saves its result: nothing of another run lies in the folder, which it would replace, and no export.
+    """Before a run saves its result: refuse to replace another run's, or an export.
 
     Args:
-        changed: differences of settings that were allowed.
-        resumed: whether the folder is that of the run, whose own adapter may lie there, as it was pushed.
+        changed: permitted differences of settings.
+        resumed: the folder is the run's, and may have its own pushed adapter.
 
     Raises:
-        `ValueError`: something does.
+        `ValueError`: it has one.
     """
     own, others = (settings, None) if resumed else (None, settings)
     if held := _held(Path(folder), own, others, changed):
@@ -210,8 +213,8 @@ def require_own(
 def _held(
     folder: Path, own: Mapping[str, Any] | None, others: Mapping[str, Any] | None, changed: Iterable[str] = ()
 ) -> str | None:
-    """What of somebody else a folder holds: an export, other than the adapter of a run with the settings `own`; or the newest sealed thing of a
-    run with other settings than `others`, where these are given."""
+    """Foreign content of a folder: an export, except the adapter of a run with the settings `own`; or the newest seal
+    of a run with other settings than `others`, if given."""
     if (kind := _others_export(folder, own, changed)) is not None:
         return f"holds an export ({kind})"
     if others is None or (source := _owner(folder)) is None:
@@ -226,7 +229,7 @@ def _held(
 def _others_export(
     folder: str | os.PathLike, settings: Mapping[str, Any] | None, changed: Iterable[str] = ()
 ) -> str | None:
-    """The kind of the export that a folder is, unless it is an adapter of the run with these settings, or with others that were `changed`."""
+    """The kind of an export in a folder, except an adapter of the run with these settings, up to `changed` ones."""
     kind, then = seal.recorded_run(folder).get("kind"), seal.recorded_settings(Path(folder))
     if kind != "adapter" or settings is None or "settings_sha256" not in then:
         return kind
@@ -240,7 +243,7 @@ def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:
 
 
 def _owner(output_dir: Path) -> Path | None:
-    """The newest sealed thing in the folder whose manifest can be read; the folder, where a run has ended there and only its damaged manifest is left."""
+    """The newest seal in the folder with a readable manifest; else the folder itself, if its manifest is damaged."""
     sealed = [path.parent for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{seal.MANIFEST_NAME}")]
     sealed += [output_dir] if (output_dir / seal.MANIFEST_NAME).is_file() else []
     readable = [folder for folder in sealed if seal.recorded_run(folder)]
@@ -255,10 +258,10 @@ def _age(folder: Path) -> tuple[int, int]:
 def sealing(
     folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool = True, since: int = 0
 ) -> Iterator[None]:
-    """Seal the files that the block writes into `folder` (of folders inside it, a tokenizer's templates only). Until it has ended there is no seal.
+    """Seal the files written into `folder` by this block (of subfolders only a tokenizer's templates), at its end.
 
     Args:
-        wanted: whether this process is the one that writes.
+        wanted: whether this process writes.
         since: as [`seal.next_order`].
     """
     if not wanted:
@@ -285,7 +288,7 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     files += [
         folder / name for name in seal.tokenizer_files(folder) if "/" in name
     ]  # its templates, in a folder of their own
-    # the card is written again whenever more is known
+    # the card is rewritten later
     kept = [path for path in files if not path.name.startswith(".") and path.name != "README.md"]
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in kept}
 
@@ -293,16 +296,16 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
 def check_disk(args: TrainingArguments, model: nn.Module) -> None:
     """
     Raises:
-        `RuntimeError`: not even one checkpoint of this run fits where it will be written.
+        `RuntimeError`: there is no room for one checkpoint of this run.
     """
-    if args.should_save and args.output_dir is not None:
+    if args.should_save and args.output_dir is not None and args.save_strategy != "no":
         sizes = model_bytes(model)
         optimizer = optimizer_bytes(str(args.optim), sizes) if seal.can_go_on(args) else 0
         environment.tell(environment.disk(Path(args.output_dir), sizes.trained + optimizer))
 
 
 def full_is_named(method: Callable) -> Callable:
-    """A trainer's method that writes. Where the disk is full, a checkpoint that was begun is removed.
+    """Decorate a writing method of a trainer. If the disk is full, a partial checkpoint is removed.
 
     Raises:
         `OSError`: the disk is full; names the last whole checkpoint and what to do.

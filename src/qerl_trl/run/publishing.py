@@ -1,4 +1,4 @@
-"""The trainer's exports, pushes and cards. `qerl_trl.publish` is imported when a method is called: few runs need it."""
+"""The trainer's exports, pushes and cards. Methods import `qerl_trl.publish` when called: few runs need it."""
 
 import logging
 import os
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from ..checkpoint.settings import warn_of_tokens
+from ..model.lora import adapted_layers
+from ..nvfp4.architectures import has_experts
 from ..rollout.sampling import save_generation_config
 from ..support import secrets
 from ..support.trl import OnlineTrainer
@@ -23,13 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
-    """Plan the export of a merged model without writing it, and warn before the training if the model's form does not allow it."""
-    from ..publish.load import TrainedPolicy
-    from ..publish.merge import entries_of
-
+    """Warn before training if the model's form allows no merged export. The export is planned only if the adapter is on
+    more than linear layers or the model has experts."""
     if not isinstance(model, PeftModel):
         return
     warn_of_tokens(model, processing_class)
+    if all(isinstance(layer, LoraLinear) for layer in adapted_layers(model).values()) and not has_experts(model.config):
+        return
+    from ..publish.load import TrainedPolicy
+    from ..publish.merge import entries_of
+
     try:
         entries_of(TrainedPolicy(model, None, {}), with_adapter=True)
     except (ValueError, RuntimeError) as error:
@@ -37,11 +43,11 @@ def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
 
 
 class Uploads:
-    """What a trainer sends to the Hub, and the cards that it writes."""
+    """A trainer's uploads to the Hub, and its model cards."""
 
     def __init__(self, trainer: OnlineTrainer) -> None:
         self._trainer = trainer
-        #: why the Hub does not have the newest checkpoint of this training
+        #: error of the newest checkpoint's push, if it failed
         self.failed: str | None = None
 
     def facts(
@@ -49,7 +55,7 @@ class Uploads:
         model_name: str | None = None,
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
-        **others: Any,  # of transformers' card, which ours has no place for
+        **others: Any,  # of transformers' card, not in ours
     ) -> "Facts":
         from ..publish import card
 
@@ -84,17 +90,17 @@ class Uploads:
         )
 
     def prepare(self, token: str | None, private: bool | None) -> str:
-        """Create the repository of a run that pushes, before it is trained. Returns its name."""
+        """Create the repository of a run with pushes, before training. Returns its name."""
         from ..publish import hub
 
         trainer, to = self._trainer, self.destination(token=token, private=private)
-        secrets.check_places({"processing_class": trainer.processing_class})  # also one that was found with the model
+        secrets.check_places({"processing_class": trainer.processing_class})  # also one loaded with the model
         if to.adapter and to.base_model is None:
             hub.require_hub_base(trainer.model.config._name_or_path)
         return hub.prepare_repository(to.repo_id, to.private, to.token, to.revision)
 
     def push(self, message: str | None, to: "Destination", **named: Any) -> str | None:
-        """Publish the run as it is now. Returns the URL of the commit, `None` on other ranks."""
+        """Publish the run's present state. Returns the URL of the commit, `None` on other ranks."""
         from ..publish import hub
 
         trainer: Any = self._trainer
@@ -107,7 +113,7 @@ class Uploads:
             "token": to.token,
             "revision": to.revision,
             "message": message,
-            "force": trainer.args.push_to_hub,  # the repository then contains this run's pushes during training
+            "force": trainer.args.push_to_hub,  # the repository then has this run's earlier pushes
         }
         url = None
         try:
@@ -125,7 +131,7 @@ class Uploads:
         return self._trainer.args.push_to_hub and self._trainer.args.hub_strategy != HubStrategy.END
 
     def push_checkpoint(self, folder: Path) -> None:
-        """A push that fails is warned of at once, and raised once training has ended."""
+        """A failed push logs a warning at once, and raises at the end of training."""
         trainer = self._trainer
         if not trainer.is_world_process_zero() or not self._while_training():
             return
@@ -145,7 +151,7 @@ class Uploads:
             logger.warning("%s", self.failed)
 
     def end(self) -> None:
-        """At the end of a training: save it, and raise `HubError`, if the last push failed. Collective."""
+        """At the end of a training: if the last push failed, save the model and raise `HubError`. Collective."""
         trainer: Any = self._trainer
         if not self._while_training():
             return
@@ -158,15 +164,16 @@ class Uploads:
             trainer.save_model(push=False)
             folder = trainer.args.output_dir
             raise HubError(
-                f"The training has ended and is saved in {folder}, but {failed[0]} Publish it with: {self.destination().command(folder)}"
+                f"The training has ended and is saved in {folder}, but {failed[0]} Publish it with: "
+                f"{self.destination().command(folder)}"
             )
 
 
 class PublishingMixin(OnlineTrainer):
-    """`save_adapter`, `save_merged`, `save_base`, and `push_to_hub()` in the parent's place, also for `hub_strategy` while training.
+    """`save_adapter`, `save_merged`, `save_base`, and `push_to_hub()` in the parent's place, also during training.
 
-    Private unless said otherwise, whole or not at all, with our card, and only the files that `publish.outgoing` lets out. To be mixed in
-    before TRL's trainer, none of whose own uploads is left.
+    Private by default, whole or not at all, with our card, and only files allowed by `publish.outgoing`. Precedes TRL's
+    trainer in the bases, and replaces all of its uploads.
     """
 
     _uploads: Uploads
@@ -219,14 +226,14 @@ class PublishingMixin(OnlineTrainer):
         base_model: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Publish the adapter, or the model where every weight was trained, with its card. Returns the URL of the commit, `None` on other
-        ranks. See `Trainer.push_to_hub` for the arguments they share.
+        """Publish the adapter, or the fully trained model, with its card. Returns the URL of the commit, `None` on
+        other ranks. See `Trainer.push_to_hub` for the shared arguments.
 
         Args:
             private (`bool`, *optional*):
-                Default: `hub_private_repo` of the arguments, which is private but for an explicit `False`.
+                Default: `hub_private_repo` of the arguments, private except for an explicit `False`.
             base_model (`str`, *optional*):
-                Hub id of the base, where the run trained on a local folder. Default: `hub_base_model` of the arguments.
+                Hub id of the base, if trained from a local folder. Default: `hub_base_model` of the arguments.
         """
         to = self._uploads.destination(base_model, token, revision, private)
         url = self._uploads.push(commit_message, to, **kwargs)
@@ -238,7 +245,7 @@ class PublishingMixin(OnlineTrainer):
         self._uploads.push_checkpoint(Path(checkpoint_folder))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        # callbacks of trackers that log the model build a plain Trainer from the arguments there, which would upload the whole folder
+        # trackers that log the model build a plain Trainer from these arguments, and it would upload the whole folder
         pushes, self.args.push_to_hub = self.args.push_to_hub, False
         try:
             return super()._finalize_training(*args, **kwargs)

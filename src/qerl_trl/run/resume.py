@@ -1,4 +1,4 @@
-"""What a run leaves behind and how it is resumed: whole checkpoints, the same trajectory, a finished run that stays finished."""
+"""Resuming a run: whole checkpoints, the same trajectory, no further steps after a finished run."""
 
 import logging
 import math
@@ -29,26 +29,26 @@ from .publishing import PublishingMixin
 
 logger = logging.getLogger(__name__)
 
-#: in a checkpoint, the model that TRL moves towards the policy (`sync_ref_model`), which `Trainer` does not save
+#: the reference model moved by TRL (`sync_ref_model`), in a checkpoint; not saved by `Trainer`
 REFERENCE_NAME = "reference_model.safetensors"
 
 
 class RunRecord:
-    """What the seals of a run say of it, and the checkpoint that it was resumed from."""
+    """A run's record for its seals, and its resumed checkpoint."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        #: settings when the training began, `None` before
+        #: settings at the start of training, `None` before
         self.settings: RunSettings | None = None
-        #: settings that were allowed to change on the way, one line each
+        #: permitted changes of settings, one line each
         self.changed: list[str] = []
-        #: record of the checkpoint that was resumed
+        #: record of the resumed checkpoint
         self._then: RunSettings | None = None
-        #: name of the checkpoint whose weights were loaded at the end of training
+        #: name of the checkpoint loaded at the end of training
         self.best: str | None = None
         #: whether this trainer's results are in its output_dir
         self._saved_here = False
-        #: of the checkpoint that was resumed ([`seal.order_of`])
+        #: of the resumed checkpoint ([`seal.order_of`])
         self._order = 0
 
     def settle(self, resume_from_checkpoint: str | bool | None) -> str | None:
@@ -58,7 +58,7 @@ class RunRecord:
         model = trainer.accelerator.unwrap_model(trainer.model)
         if resume is not None and not trainer.is_fsdp_enabled and fingerprint.take_embeddings(model, resume):
             trainer.base_sha256 = fingerprint.base_sha256(model)
-        if self.settings is None:  # the trainer has not made its own yet
+        if self.settings is None:  # before the trainer creates its own
             given = {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
             trainer.given_optimizers = {
                 name: type(each).__qualname__ for name, each in given.items() if each is not None
@@ -69,9 +69,9 @@ class RunRecord:
         return resume
 
     def begin(self, resume: str | None) -> TrainerState | None:
-        """At the start of a training. Returns the state of the checkpoint that is resumed."""
+        """Call at the start of a training. Returns the state of the resumed checkpoint."""
         trained = self._trainer.state.global_step
-        if resume is None and trained:  # the parent counts from 0 again, with the weights as they are
+        if resume is None and trained:  # the parent counts from 0 again, and keeps the weights
             self.changed.append(f"weights: trained for {trained} steps by an earlier train() of the same trainer")
         self.best, self._then, self._order = None, None, 0
         if resume is None:
@@ -91,16 +91,17 @@ class RunRecord:
         return TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
 
     def new_optimizer(self, done: int, wanted: int) -> None:
-        """A checkpoint without an optimizer's state is resumed: the parent would begin with an empty one and the first learning rate."""
+        """Resume without an optimizer's state: the parent would start an empty one at the first learning rate."""
         if not self._trainer.args.allow_other_settings:
             raise ValueError(
-                f"{self._trainer._saved} keeps no optimizer state (a run's end, or save_only_model=True), so step {done} cannot go on to {wanted}. Name "
-                "another checkpoint, or set allow_other_settings=True for a new optimizer."
+                f"{self._trainer._saved} keeps no optimizer state (a run's end, or save_only_model=True), so step "
+                f"{done} cannot go on to {wanted}. Name another checkpoint, or set allow_other_settings=True for a new "
+                "optimizer."
             )
         self.changed.append(f"optimizer: a new one from step {done} on")
 
     def now(self) -> RunSettings:
-        """Settings, step and changes. Where no step was trained since the run was resumed: as recorded then."""
+        """Settings, step and changes. As in the resumed record if no step was trained since."""
         resumed, step = self._trainer._resumed, self._trainer.state.global_step
         if resumed is not None and step == resumed.global_step and self._then:
             settings, changed = self._then.copy(), list(self._then.get("changed", []))
@@ -120,7 +121,7 @@ class RunRecord:
 
     @contextmanager
     def checkpoint(self, folder: str) -> Iterator[None]:
-        """Around the writing of a checkpoint: sealed when it is whole, and only then are older ones removed. Collective."""
+        """Around the writing of a checkpoint: seal it once whole, then remove older ones. Collective."""
         trainer, args = self._trainer, self._trainer.args
         if args.should_save:
             seal.make_room(folder)
@@ -139,7 +140,7 @@ class RunRecord:
         if not args.should_save:
             return
         run_dir, best = os.path.dirname(folder), trainer.state.best_model_checkpoint
-        torch.save(args, os.path.join(folder, TRAINING_ARGS_NAME))  # again: the limit was cleared when it was written
+        torch.save(args, os.path.join(folder, TRAINING_ARGS_NAME))  # again, with its limit
         seal.seal(folder, self.now(), order=seal.next_order(run_dir, self._order))
         seal.replaced(folder)
         seal.rotate(run_dir, limit, keep=[folder] if best is None else [folder, best])
@@ -158,37 +159,37 @@ class RunRecord:
         self._saved_here = self._saved_here or own
 
 
-#: more often than this nobody can ask for an end between two steps: a callback may in each event of a step and of an epoch
+#: most requests to stop between two steps: one per event of a step and of an epoch
 _EVENTS = 12
 
 
 class SaveBetweenRollouts:
-    """Moves a save to the next step after which a new rollout begins.
+    """Moves a save to the next step before a new rollout.
 
-    Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
-    rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation` above the
-    gradient accumulation. Where evaluations decide about checkpoints (`save_strategy="best"`, `load_best_model_at_end`), they
-    move along: the weights that were evaluated are the weights that are saved. An end of the training that is asked for while
-    a save waits, waits with it: otherwise what was to be saved would be lost.
+    Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only
+    between rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation`
+    above the gradient accumulation. If evaluations decide about checkpoints (`save_strategy="best"`,
+    `load_best_model_at_end`), they move along: the evaluated weights are the saved ones. A stop requested while a save
+    waits, waits with it: otherwise the save would be lost.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._told = False
-        #: whether a step has ended and is being logged, evaluated and saved
+        #: a step has ended and is being logged, evaluated and saved
         self.after_step = False
-        #: TRL's count of micro-batches when the latest step had ended
+        #: TRL's count of micro-batches at the end of the latest step
         self.updated_at = 0
         self.begin()
 
     def begin(self) -> None:
-        """At the start of a training, for which nothing waits that was asked for in one before."""
+        """Call at the start of a training, to drop requests of an earlier one."""
         self._pending: set[str] = set()
-        self._stopped = -1, 0  # batches made when an end was asked for, and how many times it was since
+        self._stopped = -1, 0  # micro-batches at the first request to stop, and number of requests since
 
     @contextmanager
     def step_ended(self) -> Iterator[None]:
-        """Around what follows a step. What the callbacks of one process ask for, before it or in it, all processes do."""
+        """Around the end of a step. Requests of one process's callbacks, before or inside, apply to all processes."""
         self.updated_at, self.after_step = self._trainer._step, True
         try:
             self.agree()
@@ -198,13 +199,13 @@ class SaveBetweenRollouts:
             self.after_step = False
 
     def agree(self) -> None:
-        """Collective, after a step: what the callbacks of one process asked for, while it was logged or evaluated too."""
+        """Share requests of one process's callbacks after a step, also during its logging or evaluation. Collective."""
         if self.after_step:
             share_requests(self._trainer.accelerator, self._trainer.control)
             self.hold()
 
     def put_off(self, folder: str) -> bool:
-        """Whether transformers saves on SIGTERM (`enable_jit_checkpoint`) in the middle of a step: the save then waits for its end."""
+        """Whether transformers saves on SIGTERM (`enable_jit_checkpoint`) in mid-step: the save waits for its end."""
         control = self._trainer.control
         if not self._trainer.args.enable_jit_checkpoint or not control.should_training_stop or self.after_step:
             return False
@@ -214,7 +215,7 @@ class SaveBetweenRollouts:
         return True
 
     def hold(self) -> None:
-        """After a step, when all callbacks have asked for what they want."""
+        """Call after a step, after all requests of callbacks."""
         args = self._trainer.args
         state, control = self._trainer.state, self._trainer.control
         rollout_every = args.steps_per_generation * self._trainer.num_iterations
@@ -229,15 +230,16 @@ class SaveBetweenRollouts:
         if "should_save" in self._pending and control.should_training_stop:
             batches, times = self._stopped
             self._stopped = self._trainer._step, times + 1 if batches == self._trainer._step else 1
-            if self._stopped[1] > _EVENTS:  # a stream that has run out: no step will end this rollout
+            if self._stopped[1] > _EVENTS:  # an exhausted stream: no step will end this rollout
                 self._give_back()
                 return
             self._wait_with("should_training_stop")
         if "should_save" in self._pending and not self._told:
             self._told = True
             logger.warning(
-                "The checkpoint due at step %d is written after the next step that ends a rollout: one rollout is used for %d steps here, and a "
-                "run goes on as it was only between rollouts. With save_steps a multiple of %d every save falls there.",
+                "The checkpoint due at step %d is written after the next step that ends a rollout: one rollout is "
+                "used for %d steps here, and a run goes on as it was only between rollouts. With save_steps a "
+                "multiple of %d every save falls there.",
                 state.global_step,
                 every := rollout_every // math.gcd(rollout_every, args.gradient_accumulation_steps),
                 every,
@@ -256,30 +258,30 @@ class SaveBetweenRollouts:
 
 
 class SavingMixin(PublishingMixin):
-    """Saving and resuming in the parent's place. To be mixed in before TRL's trainer; trainer.py has the table of what differs."""
+    """Saving and resuming in the parent's place. Precedes TRL's trainer in the bases; differences: see trainer.py."""
 
     rescue: Rescue
     _record: RunRecord
     _saves: SaveBetweenRollouts
-    #: the state that this training was resumed from, `None` for a fresh start
+    #: state of the resumed checkpoint, `None` for a fresh start
     _resumed: TrainerState | None = None
-    #: whole checkpoint of the weights as they are, where there is one
+    #: whole checkpoint of the present weights, if any
     _saved: str | None = None
-    #: checkpoint that the parent wants to push, not sealed yet
+    #: checkpoint to push, not sealed yet
     _unpushed: str | None = None
 
     def to_resume(self) -> str | None:
-        """The checkpoint to resume from: what the arguments name, else the newest whole one in `output_dir`; `None` for a fresh start. Raises
-        `ValueError` if it belongs to a run with other settings."""
+        """The checkpoint to resume from: by the arguments, else the newest whole one in `output_dir`; `None` for a
+        fresh start. Raises `ValueError` if it belongs to a run with other settings."""
         return self._record.settle(self.args.resume_from_checkpoint or run_folder.resumable(self.args.output_dir))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`. `True` takes the newest whole checkpoint of `output_dir`; a damaged one is never loaded. A run that has
-        ended already comes back as it ended, after no further step.
+        """As `Trainer.train`. `True` takes the newest whole checkpoint of `output_dir`; a damaged one is never loaded.
+        A finished run returns its final state, without a further step.
 
         Raises:
-            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was
-                sealed, or has values that are not finite; or the processes are not parts of the same run.
+            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model differs from
+            the sealed one, or has non-finite values; or the processes are not parts of the same run.
         """
         loading.finish(self.accelerator.unwrap_model(self.model))
         if self.args.device.index is not None and self.args.device.type == "cpu":
@@ -305,7 +307,7 @@ class SavingMixin(PublishingMixin):
         epochs, *others = values
         done, wanted = 0 if self._resumed is None else self._resumed.global_step, others[-1]
         if done >= wanted:
-            # the parent would take one step more before it looks
+            # the parent would take one more step before its check
             logger.warning("This run has ended: %d steps are done, %d are wanted. Nothing is trained.", done, wanted)
             epochs = 0
         elif self._resumed is not None and self._saved is not None:
@@ -316,7 +318,7 @@ class SavingMixin(PublishingMixin):
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)
-        # each epoch's order is drawn from one generator, when its first index is asked for
+        # one generator draws each epoch's order, at its first index
         for _ in range(int(self._resumed.epoch or 0) if self._resumed is not None else 0):
             next(iter(sampler))
         return sampler
@@ -328,9 +330,9 @@ class SavingMixin(PublishingMixin):
             return
         lora.require_whole(resume_from_checkpoint, loaded, loaded.active_adapter)
         own = os.path.abspath(resume_from_checkpoint) == os.path.abspath(self.args.output_dir)
-        if not own:  # the parent would take exports and checkpoints in there for further adapters
+        if not own:  # the parent would load exports and checkpoints in there as further adapters
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # Trainer loads the adapters in subfolders (TRL's "ref", with beta > 0), and then forgets the trained one next to them
+        # Trainer loads adapters in subfolders (TRL's "ref", with beta > 0), and then not the trained one next to them
         several = len(loaded.peft_config) > 1 and os.path.isfile(os.path.join(resume_from_checkpoint, PEFT_CONFIG_NAME))
         if own or several:
             loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
@@ -348,7 +350,7 @@ class SavingMixin(PublishingMixin):
         folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         saved = self._saved is not None and os.path.abspath(self._saved) == os.path.abspath(folder)
         if saved and (self.accelerator.num_processes > 1 or not seal.problems(folder)):
-            return  # after an error in the rollout: the weights are still those of this checkpoint
+            return  # after an error in the rollout: these weights are saved already
         if self._saves.put_off(folder):
             return
         rewards.check_weights(model, self.state.global_step)
@@ -366,14 +368,14 @@ class SavingMixin(PublishingMixin):
         fingerprint.check_base(model, None if sharded else self.base_sha256, in_the_middle)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
+        self._unpushed = checkpoint_folder  # pushed after it is sealed
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self._saves.step_ended():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As `Trainer.evaluate`. In a training it leaves the random numbers as they were; outside of one, each call draws other completions."""
+        """As `Trainer.evaluate`. During training it restores the random states; otherwise each call draws others."""
         with as_of(None, self.state) if self.is_in_train else nullcontext():
             metrics = super().evaluate(*args, **kwargs)
         self._saves.agree()
@@ -381,11 +383,11 @@ class SavingMixin(PublishingMixin):
 
     @run_folder.full_is_named
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True) -> None:
-        """As `Trainer.save_model`, sealed: `qerl-trl merge`, `push` and `eval` read what was written here, or refuse it.
+        """As `Trainer.save_model`, sealed: `qerl-trl merge`, `push` and `eval` read this content, or refuse it.
 
         Args:
             push (`bool`, *optional*, defaults to `True`):
-                Whether a run with `push_to_hub` is published at the end of it, as `Trainer` does.
+                Whether a run with `push_to_hub` is then published, as by `Trainer`.
         """
         if _internal_call:  # a checkpoint, sealed when it is complete
             super().save_model(output_dir, _internal_call)

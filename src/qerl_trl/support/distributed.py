@@ -1,6 +1,6 @@
-"""What the processes of one run have to agree on.
+"""Agreement between the processes of one run.
 
-When one of them fails or is killed, the launcher (torchrun's agent, which `accelerate launch` starts) ends the others.
+If one fails or is killed, the launcher (torchrun's agent, started by `accelerate launch`) ends the others.
 """
 
 import functools
@@ -21,17 +21,17 @@ from . import secrets
 
 _T = TypeVar("_T")
 
-#: seconds that a collective waits beyond the longest of what a process may do alone meanwhile
+#: seconds of waiting in a collective beyond the longest solitary work of one process
 _LATER = 600
 
-#: recorded settings that may differ between processes: paths, and digests of functions that hold a device of their own
+#: recorded settings that may differ between processes: paths, and digests of functions with their own device
 _OF_A_PROCESS = "model base_revision settings_sha256 options rewards_sha256 rollouts_sha256".split()
-#: what a callback may ask for
+#: possible requests of a callback
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 def patience(timeout: int, *limits: float | None) -> int:
-    """`ddp_timeout` in seconds, where left at transformers' default: longer than each of `limits`, which one process may use up alone."""
+    """`ddp_timeout` in seconds, if left at transformers' default: above all `limits` of work by one process alone."""
     known = [limit for limit in limits if isinstance(limit, int | float) and math.isfinite(limit)]
     if timeout != TrainingArguments.ddp_timeout or not known:
         return timeout
@@ -39,8 +39,8 @@ def patience(timeout: int, *limits: float | None) -> int:
 
 
 def keep_buckets(args: TrainingArguments) -> None:
-    """Let DDP look for weights without a gradient: otherwise it rebuilds its buckets after its first step, and a resumed run of three or more
-    processes sums in another order. Reentrant checkpointing fails with it."""
+    """Enable DDP's search for weights without a gradient: otherwise it rebuilds its buckets after its first step, and a
+    resumed run of three or more processes sums in another order. Reentrant checkpointing fails with it."""
     options = args.gradient_checkpointing_kwargs
     reentrant = isinstance(options, dict) and options.get("use_reentrant")
     if args.world_size > 1 and args.ddp_find_unused_parameters is None and not reentrant:
@@ -49,8 +49,8 @@ def keep_buckets(args: TrainingArguments) -> None:
 
 @functools.cache
 def load_to_numbered_cpus() -> None:
-    """Let torch load to "cpu:0" and "cpu:1", accelerate's names of the CPU in several processes: `Trainer` asks for that when it resumes
-    (huggingface/transformers#22273)."""
+    """Let torch load to "cpu:0" and "cpu:1", accelerate's names of the CPU in several processes, as requested by
+    `Trainer` on resume (huggingface/transformers#22273)."""
 
     def load(storage: Any, location: str) -> Any:
         return storage if re.fullmatch(r"cpu:\d+", location) else None
@@ -59,7 +59,7 @@ def load_to_numbered_cpus() -> None:
 
 
 def gathered(value: _T, group: "torch.distributed.ProcessGroup | None" = None) -> list[_T]:
-    """`value` of each process of `group` (default: all), in the order of their ranks there. Collective."""
+    """`value` of each process of `group` (default: all), in rank order. Collective."""
     every: list[Any] = [None] * torch.distributed.get_world_size(group=group)
     torch.distributed.all_gather_object(every, value, group=group)
     return every
@@ -71,7 +71,7 @@ def settled_together(
     """`settle()`, the checkpoint to resume from, if `settings()` are the same in all processes. Collective.
 
     Raises:
-        `ValueError`: this process refuses its checkpoint, or the processes have different settings, data or checkpoints.
+        `ValueError`: this process refuses its checkpoint, or processes differ in settings, data or checkpoints.
     """
     if accelerator.num_processes == 1:
         return settle()
@@ -92,14 +92,14 @@ def settled_together(
                 f"{n}: {reprlib.repr(every[0].get(n))} and {reprlib.repr(other.get(n))}" for n in differ[:4]
             )
             raise ValueError(
-                f"Process 0 and process {rank} do not run the same training ({secrets.redact(shown)}). Start every process with the same "
-                "script, arguments, data and packages, and an output_dir that all of them see."
+                f"Process 0 and process {rank} do not run the same training ({secrets.redact(shown)}). Start every "
+                "process with the same script, arguments, data and packages, and an output_dir that all of them see."
             )
     return resume
 
 
 def share_requests(accelerator: Accelerator, control: TrainerControl) -> None:
-    """What the callbacks of one process ask for (a save, an end), all processes do: else the others would wait in the next collective."""
+    """Apply requests of one process's callbacks (a save, a stop) to all: else the others would wait in a collective."""
     if accelerator.num_processes > 1:
         own = torch.tensor([[int(getattr(control, name)) for name in _REQUESTS]])
         every = accelerator.gather(own.to(accelerator.device))
@@ -110,7 +110,7 @@ def share_requests(accelerator: Accelerator, control: TrainerControl) -> None:
 def rewards_of_all(
     accelerator: Accelerator, calculate: Callable[[], torch.Tensor], rows: int, functions: int
 ) -> torch.Tensor:
-    """TRL's gathered rewards. An error of one process is raised in all of them, so that all can save the step before. Collective.
+    """TRL's gathered rewards. An error of one process is raised in all, so all can save the step before. Collective.
 
     Args:
         calculate: computes the rewards of this process, (rows, functions), and gathers them.
@@ -129,7 +129,7 @@ def rewards_of_all(
 
 
 def fsdp_version(args: Any) -> int | None:
-    """Of the FSDP that a run will use, by its arguments or by what `accelerate launch` left in the environment; None: none."""
+    """A run's FSDP version, by its arguments or `accelerate launch`'s environment; None without FSDP."""
     said = (args.fsdp_plugin_args or {}).get("fsdp_version")
     if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return int(os.environ.get("FSDP_VERSION", "1"))

@@ -1,4 +1,4 @@
-"""Whether a name can be a model's, a file lies in the folder that it is said to be in, and the files beside a model's weights."""
+"""Checks of model names and file locations, and files next to a model's weights."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_name(model: str | os.PathLike) -> None:
-    """Refuse the name of a model that is no folder and cannot be a Hub id, before the Hub's own words about its form.
+    """Refuse a model's name that is no folder and no valid Hub id, before the Hub's own message on its form.
 
     Raises:
         `ValueError`: it is neither.
@@ -32,10 +32,10 @@ def check_name(model: str | os.PathLike) -> None:
 
 @contextmanager
 def named_in_errors(model: str | os.PathLike, files: str = "its files") -> Iterator[None]:
-    """transformers' error says which model it is about, also where the Hub cannot be asked.
+    """Add the model's name to transformers' errors, also without access to the Hub.
 
     Args:
-        files: what is read, and enough where the Hub cannot be asked.
+        files: files to read, sufficient without the Hub.
 
     Raises:
         `ValueError`: as [`check_name`].
@@ -49,10 +49,8 @@ def named_in_errors(model: str | os.PathLike, files: str = "its files") -> Itera
 
 
 def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:
-    """Where `path` leads, symbolic links followed, if that is out of `folder`; else `None`.
-
-    Only the Hub's cache links out of a folder rightly: from `snapshots/<revision>/` into `blobs/`.
-    """
+    """Target of `path`, symbolic links followed, if outside of `folder`; else `None`. Only the Hub's cache may link out
+    of a folder: from `snapshots/<revision>/` into `blobs/`."""
     root, place = Path(folder).resolve(), Path(path).resolve()
     snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
     allowed = [root] if snapshots is None else [root, (snapshots.parent / "blobs").resolve()]
@@ -60,13 +58,13 @@ def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:
 
 
 def hub_commit(folder: str | os.PathLike) -> str | None:
-    """The Hub's commit of which a folder of its cache holds files, not always all of them; `None` for any other folder."""
+    """The Hub's commit of a folder in its cache, perhaps incomplete; `None` for any other folder."""
     path = Path(folder).absolute()
     return path.name if path.parent.name == "snapshots" else None
 
 
 def commit_of(config: "PretrainedConfig") -> str | None:
-    """The Hub's commit that a model was loaded from; `None` for a folder, or where nothing tells."""
+    """The Hub's commit of a loaded model; `None` for a folder, or if unknown."""
     return getattr(config, "_commit_hash", None)
 
 
@@ -76,11 +74,11 @@ def note_commit(
     cache_dir: str | os.PathLike | None = None,
     files: Sequence[str] = (),
 ) -> None:
-    """Let the configuration of a model that was just loaded say from which of the Hub's commits, which newer transformers do not.
+    """Record the Hub's commit in the configuration of a newly loaded model; newer transformers do not.
 
     Args:
-        revision, cache_dir: with which it was loaded. A revision that is not known (`None`) is told only where the cache holds just one.
-        files: that were read, as far as known; they tell it by themselves.
+        revision, cache_dir: of the load. An unknown revision (`None`) is resolved only if the cache has just one.
+        files: known files of the load; their paths contain the commit.
     """
     from huggingface_hub import constants
 
@@ -93,19 +91,18 @@ def note_commit(
         ref = repository / "refs" / (revision or "")
         wanted = "*" if revision is None else ref.read_text().strip() if ref.is_file() else revision
         found = [folder.name for folder in repository.glob(f"snapshots/{wanted}")]
-    if len(found) == 1:  # else no manifest is compared, and no card names the commit
+    if len(found) == 1:  # else manifests are not compared, and cards have no commit
         config._commit_hash = found[0]
 
 
 def reads_for_its_machine() -> bool:
-    """Whether this is the process that reads and compares folders for those of its machine, as launchers number them. One that is alone does,
-    whatever number somebody left in its environment."""
+    """Whether this process reads and compares folders for its machine (local rank 0). A single process always does,
+    even with a stale LOCAL_RANK."""
     return os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def beside(config: "PretrainedConfig", name: str) -> Path | None:
-    """The file `name` of the folder that a model was loaded from, or of the Hub's revision, from where it is downloaded if it is not in the
-    cache; `None` where there is none, or the Hub cannot be asked."""
+    """The file `name` of a model's folder, or of its Hub revision, downloaded if not cached; `None` if unavailable."""
     source, commit = config.name_or_path or "", commit_of(config)
     if os.path.isdir(source):
         return path if (path := Path(source, name)).is_file() else None

@@ -1,4 +1,4 @@
-"""Names of modules whatever wraps the model, and whole tensors whatever shards them."""
+"""Module names independent of wrappers, and whole tensors of sharded ones."""
 
 import re
 from collections.abc import Sequence
@@ -7,27 +7,25 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
+_PREFIXES = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.|base_model\.model\.)+")
 _CHILDREN = ("_orig_mod", "module", "_fsdp_wrapped_module")
 _WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PEFT_LAYERS = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer|token_adapter)(?=\.|$)")
 
 
 def canonical_name(name: str) -> str:
-    """The module or parameter path in the checkpoint (and in vLLM), whatever wraps the model: PEFT, DDP, FSDP, compile.
+    """The module or parameter path in the checkpoint (and in vLLM), without wrappers: PEFT, DDP, FSDP, compile.
 
     >>> canonical_name("module.base_model.model.model.layers.0.input_layernorm.modules_to_save.default")
     'model.layers.0.input_layernorm'
     """
-    while name.startswith(_PREFIXES):
-        name = name[len(next(prefix for prefix in _PREFIXES if name.startswith(prefix))) :]
-    return _PEFT_LAYERS.sub("", _WRAPPERS.sub("", name))
+    return _PEFT_LAYERS.sub("", _WRAPPERS.sub("", _PREFIXES.sub("", name)))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of DistributedDataParallel, DeepSpeed, FSDP's first version and torch.compile; PEFT stays."""
+    """The model inside DistributedDataParallel, DeepSpeed, FSDP's first version and torch.compile; PEFT stays."""
     # by registered child, not by hasattr: a PeftModel forwards unknown attributes to what it wraps
-    while (inner := next((model._modules[name] for name in _CHILDREN if model._modules.get(name)), None)) is not None:
+    while (inner := next(filter(None, map(model._modules.get, _CHILDREN)), None)) is not None:
         model = inner
     return model
 
@@ -43,8 +41,8 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensors(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`full_tensor` of each, in few collective operations: tensors whose rows are shared out (FSDP 2) are gathered together, one operation for each
-    group of processes, device and dtype; any other tensor is gathered alone."""
+    """`full_tensor` of each, in few collectives: tensors sharded by rows (FSDP 2) are gathered together, one collective
+    per process group, device and dtype; any other tensor alone."""
     wholes: list[torch.Tensor | None] = [None] * len(parameters)
     groups: dict[tuple, list[int]] = {}
     for number, parameter in enumerate(parameters):
@@ -61,7 +59,7 @@ def full_tensors(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _rows_shared_out(parameter: torch.Tensor) -> tuple[Any, int] | None:
-    """The device mesh over one dimension of which this tensor's rows are shared out, and that dimension; None of any other tensor."""
+    """The device mesh and its dimension for a tensor sharded by rows; None for any other tensor."""
     if not is_dtensor(parameter):
         return None
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -71,13 +69,13 @@ def _rows_shared_out(parameter: torch.Tensor) -> tuple[Any, int] | None:
     if len(shared) != 1 or parameter.ndim == 0:
         return None
     kind = parameter.placements[shared[0]]
-    # by type: one that is strided is a Shard too, and lies in another order
+    # by type: a strided one is a Shard too, in another order
     return (parameter.device_mesh, shared[0]) if type(kind) is Shard and kind.dim == 0 else None
 
 
 @torch.no_grad()
 def _gather_rows(parameters: Sequence[torch.Tensor], group: Any, ranks: int) -> list[torch.Tensor]:
-    """Tensors of which each of `ranks` processes has the next `ceil(rows / ranks)` rows, or what is left of them. Collective."""
+    """Gather tensors sharded by `ceil(rows / ranks)` consecutive rows per process, the last with the rest."""
     sizes = [
         (-(-p.shape[0] // ranks), p.shape[1:]) for p in parameters
     ]  # rows of a whole part, and the rest of the shape
@@ -97,14 +95,14 @@ def _gather_rows(parameters: Sequence[torch.Tensor], group: Any, ranks: int) -> 
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it."""
+    """This process's part of it."""
     tensor = parameter.detach()
     return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
 
 
 @torch.no_grad()
 def set_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write a whole tensor, which every process has, into a parameter or into this process's part of one."""
+    """Write a whole tensor, known to every process, into a parameter or into this process's part of one."""
     whole = whole.to(parameter.device, parameter.dtype)
     if is_dtensor(parameter):
         from torch.distributed.tensor import DTensor, distribute_tensor
@@ -115,9 +113,9 @@ def set_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what FSDP 2 keeps whole after a forward that no backward follows: the next one gathers it anew, as it is then."""
+    """Free parameters gathered by FSDP 2 for a forward without backward: the next one gathers their new values."""
     for module in model.modules():
-        # torch's FSDPModule, which takes seconds to import; a module that lacks an attribute takes microseconds to say so, its class does not
+        # FSDPModule is slow to import, and hasattr on a module without the attribute slower than on its class
         if hasattr(type(module), "set_reshard_after_forward"):
             cast(Any, module).reshard()
 

@@ -1,21 +1,21 @@
-"""Combinations of options that no engine can run: refused when a configuration is made."""
+"""Combinations of options unsupported by all engines: refused when a configuration is made."""
 
 import logging
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: of `generation_kwargs`, what TRL has an argument for, by which lengths are planned and completions are scored
+#: keys of `generation_kwargs` with a TRL argument, used to plan lengths and score completions
 _OWN = {
     "temperature": "temperature", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
     "num_return_sequences": "num_generations", "n": "num_generations",
 }  # fmt: skip
-#: of the rest, what does not sample from the softmax of the logits, and the value with which it does
+#: other keys, with the value that samples from the softmax of the logits
 _OTHER_POLICY = {"do_sample": True, "num_beams": 1, "guidance_scale": 1, "penalty_alpha": 0}
 
 
 def check_generation(args: Any) -> None:
-    """Warn of `generation_kwargs`, which TRL puts over its own arguments, that sample from another policy than the one completions are scored with."""
+    """Warn of `generation_kwargs`, an override of TRL's arguments, if they sample from another policy than scored."""
     planned = vars(args) | {"num_generations": 1}
     for name, value in (args.generation_kwargs or {}).items():
         own = _OWN.get(name)
@@ -23,46 +23,48 @@ def check_generation(args: Any) -> None:
         shorter = own == "max_completion_length" and value is not None and value < meant
         if name in {*_OWN, *_OTHER_POLICY} and value not in (None, meant) and not shorter:
             logger.warning(
-                "generation_kwargs={%r: %r} draws completions from another policy than the one they are planned and scored with. %s.",
+                "generation_kwargs={%r: %r} draws completions from another policy than the one they are planned and "
+                "scored with. %s.",
                 *(name, value, f"Set {own} instead: it overrides {own}={vars(args)[own]!r}" if own else "Leave it out"),
             )
 
 
 def check_options(args: Any) -> None:
-    """Refuse combinations of options that no engine can run.
+    """Refuse combinations of options unsupported by all engines.
 
     Raises:
-        `ValueError`: with the option that can.
+        `ValueError`: with a supported option.
     """
     check_generation(args)
     if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
         raise ValueError(
-            f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot work: only NVFP4 in vLLM has such "
-            "kernels. Pass use_vllm=True, base_format='nvfp4', or leave it out."
+            f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot "
+            "work: only NVFP4 in vLLM has such kernels. Pass use_vllm=True, base_format='nvfp4', or leave it out."
         )
     if not args.use_vllm:
         return
     server, ranks = args.vllm_mode == "server", args.vllm_tensor_parallel_size
     if (server and args.base_format in ("full", "nf4")) or (args.base_format == "nf4" and ranks > 1):
         raise ValueError(
-            f"base_format={args.base_format!r} with vllm_mode={args.vllm_mode!r} and vllm_tensor_parallel_size={ranks} cannot work: it needs "
-            "vllm_mode='colocate', and 'nf4' also size 1. Pass these, or base_format='nvfp4'."
+            f"base_format={args.base_format!r} with vllm_mode={args.vllm_mode!r} and vllm_tensor_parallel_size={ranks} "
+            "cannot work: it needs vllm_mode='colocate', and 'nf4' also size 1. Pass these, or base_format='nvfp4'."
         )
     check_engine(args)
 
 
-#: of `vllm_engine_kwargs`, what this package tells an engine itself, and what to set instead
+#: keys of `vllm_engine_kwargs` set by this package, and the setting to use instead
 _OURS = {
-    "model": "model", "revision": "model_init_kwargs", "tensor_parallel_size": "vllm_tensor_parallel_size", "pipeline_parallel_size": None,
-    "data_parallel_size": None, "distributed_executor_backend": None, "load_format": None, "quantization": "base_format", "additional_config": None,
-    "logprobs_mode": None, "enable_sleep_mode": "vllm_enable_sleep_mode",
+    "model": "model", "revision": "model_init_kwargs", "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "pipeline_parallel_size": None, "data_parallel_size": None, "distributed_executor_backend": None,
+    "load_format": None, "quantization": "base_format", "additional_config": None, "logprobs_mode": None,
+    "enable_sleep_mode": "vllm_enable_sleep_mode",
 }  # fmt: skip
-#: methods of speculation that have no weights
+#: methods of speculation without weights
 _WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
 
 def check_engine(args: Any) -> None:
-    """Refuse arguments of a colocated engine with which it would not be this trainer's.
+    """Refuse arguments of a colocated engine that conflict with its trainer.
 
     Raises:
         `ValueError`: by name.
@@ -76,6 +78,6 @@ def check_engine(args: Any) -> None:
     speculation = chosen.get("speculative_config")
     if speculation and (speculation.get("method") or speculation.get("model")) not in _WITHOUT_WEIGHTS:
         raise ValueError(
-            f"vllm_engine_kwargs has speculative_config={speculation!r}, and vLLM would load the trainer's weights into the draft. Leave it out, or use "
-            f"a method without weights ({', '.join(_WITHOUT_WEIGHTS)})."
+            f"vllm_engine_kwargs has speculative_config={speculation!r}, and vLLM would load the trainer's weights "
+            f"into the draft. Leave it out, or use a method without weights ({', '.join(_WITHOUT_WEIGHTS)})."
         )

@@ -1,4 +1,4 @@
-"""Blocks of a training step: how long each took (rollout, rewards, and the update, which is what is left), and in which mode its model is."""
+"""Phases of a training step: their durations (rollout, rewards, and the update as the rest), and the model's mode."""
 
 import gc
 import time
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class PhaseTimer:
-    """Wall-clock seconds per phase since the last [`take`]. A phase measured inside another counts for the inner one only."""
+    """Wall-clock seconds per phase since the last [`take`]. An inner phase's time does not count for the outer one."""
 
     def __init__(self, *phases: str) -> None:
         self._seconds = dict.fromkeys(phases, 0.0)
@@ -34,7 +34,7 @@ class PhaseTimer:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside. Not `model.train()` afterwards: parts of a model may have been in evaluation mode before."""
+    """Evaluation mode inside; then restore each module's own flag, as parts may have been in evaluation mode before."""
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -46,7 +46,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Around an evaluation that casts the model in place (`bf16_full_eval`): it has the tensors of before again afterwards."""
+    """Around an evaluation that casts the model in place (`bf16_full_eval`): restores its tensors afterwards."""
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module._buffers, module._buffers.copy()) for module in model.modules()]
     try:
@@ -59,7 +59,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class Collector:
-    """Keeps what was compiled in the first step from Python's garbage collector, which goes through all of it in each rollout (0.3 to 1.2 s)."""
+    """Hide the objects of the first compilation from the garbage collector: scans took 0.3 to 1.2 s per rollout."""
 
     _frozen = False
 

@@ -1,15 +1,15 @@
-"""The files that come with the package: example scripts, recipes, tasks, the embedded models. And how a recipe or a task is read."""
+"""The package's example scripts, recipes, tasks and embedded models, and the parsing of recipes and tasks."""
 
 from pathlib import Path
 from typing import Any, NoReturn
 
 OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
-#: what YAML calls `<<`
+#: YAML's tag of `<<`
 _MERGE = "tag:yaml.org,2002:merge"
 
 
 def examples_folder() -> Path:
-    """Where they are: in the wheel, or in a source checkout."""
+    """Their location: in the wheel, or in a source checkout."""
     package = Path(__file__).resolve().parents[1]
     return folder if (folder := package / "examples").is_dir() else package.parents[1] / "examples"
 
@@ -20,7 +20,7 @@ def config_file(name: str) -> Path:
 
 
 def task_file(name: str, recipe: Path | None = None) -> Path:
-    """A task: a YAML file, or the shipped one of that name. Where a recipe names it, a file in the recipe's folder comes first."""
+    """A task: a YAML file, or the shipped one of that name. For a recipe's task, the recipe's folder comes first."""
     if recipe is None:
         return _named(name, "tasks", "--task")
     beside = recipe.parent / name
@@ -28,7 +28,7 @@ def task_file(name: str, recipe: Path | None = None) -> Path:
 
 
 def accelerate_file(name: str) -> Path:
-    """How processes share a run: accelerate's YAML file, or the shipped one of that name."""
+    """A distributed setup: accelerate's YAML file, or the shipped one of that name."""
     return _named(name, "accelerate", "--accelerate_config")
 
 
@@ -44,7 +44,7 @@ def _named(name: str, kind: str, option: str, where: str = "") -> Path:
 
 
 def parser_of(kinds: Any, **options: Any) -> Any:
-    """TRL's parser of these dataclasses, whose error is a `ValueError`, and not the end of the process with two hundred lines of usage before it."""
+    """TRL's parser of these dataclasses, with `ValueError` in place of usage text and exit."""
     from trl import TrlParser
 
     class Parser(TrlParser):
@@ -58,12 +58,12 @@ def contents(file: Path) -> dict[str, Any]:
     """Names and values of a recipe or a task.
 
     Raises:
-        `ValueError`: it is no YAML, or a list or a text, or says something twice.
+        `ValueError`: no YAML, a list or a text, or a repeated name.
     """
     import yaml
 
     class Once(yaml.SafeLoader):
-        """YAML has a name once; its own loader takes the last one, without a word."""
+        """Refuse repeated names; YAML's own loader silently takes the last one."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             lines: dict[str, int] = {}
@@ -82,7 +82,7 @@ def contents(file: Path) -> dict[str, Any]:
         found, why = error, str(error)
     if found is not None and not isinstance(found, dict):
         raise ValueError(
-            f"{file} is no YAML of a run or a task: {why}. Write one `name: value` on each line; a value with a colon, a "
-            "brace or a bracket in it stands in quotes."
+            f"{file} is no YAML of a run or a task: {why}. Write one `name: value` on each line; a value with a colon, "
+            "a brace or a bracket in it stands in quotes."
         )
     return found or {}

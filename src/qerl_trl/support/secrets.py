@@ -1,9 +1,9 @@
-"""Secrets stay out of what this package writes and uploads.
+"""Keep secrets out of written and uploaded files.
 
-A secret is a value given under a name that says so (an argument such as `hub_token`, an environment variable such as `WANDB_API_KEY`), the Hub
-token of this machine, or what has the form of one (`hf_...`, `user:password@` in a URL, a private key). What this package writes is masked
-([`redact`], [`cleaned`]); what would be uploaded is searched ([`find`], [`find_in`]); an argument that is no place for a secret is refused
-([`check_places`]). Messages name the secret and never show it.
+A secret is a value under a secret's name (an argument such as `hub_token`, an environment variable such as
+`WANDB_API_KEY`), the Hub token of this machine, or text in the form of one (`hf_...`, `user:password@` in a URL, a
+private key). Written files are masked ([`redact`], [`cleaned`]), uploads are searched ([`find`], [`find_in`]), and
+secrets in other arguments are refused ([`check_places`]). Messages name the secret and never show it.
 """
 
 import dataclasses
@@ -18,19 +18,20 @@ MASK = "<secret>"
 #: names of arguments, options and keys; `eos_token` and its like are none
 _ARGUMENT = (
     r"(?:(?:hub|hf|auth|use_auth|access|api|bearer|refresh|github|gitlab|wandb|server|session)_)?token"
-    r"|(?:\w+_)?(?:api_?key|access_key|secret_key|private_key|password|passwd|secret|credentials?)|(?:\w+_)?authorization"
+    r"|(?:\w+_)?(?:api_?key|access_key|secret_key|private_key|password|passwd|secret|credentials?)"
+    r"|(?:\w+_)?authorization"
 )
 _ARGUMENT_NAME = re.compile(_ARGUMENT, re.IGNORECASE)
 _VARIABLE_NAME = re.compile(
     r"(?:^|_)(?:\w*TOKEN|\w*KEY|\w*PASS(?:WORD|WD)?|CREDENTIALS?)(?:_\d+)?$|SECRET", re.IGNORECASE
 )
-#: variables with such names that hold no secret
+#: variables with such names but no secret
 _HARMLESS_VARIABLE = re.compile(
     r"(?:\w+_)?(?:(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK)_TOKEN|(?:CACHE|SORT|PRIMARY|PUBLIC)_?KEY)"
 )
 #: shorter values are no secrets, and would mask ordinary words
 _MIN_GIVEN, _MIN_VARIABLE = 8, 12
-#: what it is -> strings of which it contains one (a quick test), its form, the replacement
+#: kind -> substrings for a quick test, its form, the replacement
 _FORMS = {
     "a Hugging Face token": (["hf_", "api_org_"], re.compile(r"(?:hf_|api_org_)[A-Za-z0-9]{20,}"), MASK),
     "a GitHub token": (
@@ -45,7 +46,7 @@ _FORMS = {
         re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\w+/=\s\\:,.-]*?-----END [A-Z ]*PRIVATE KEY-----)?"),
         MASK,
     ),
-    # a name alone is none, unless it is as long as a token
+    # a name alone is no secret, unless it is as long as a token
     "a password in a URL": (
         ["://"],
         re.compile(r"""://(?:[^/\s:@"'<>\\]*:[^/\s@"'<>\\]+|[^/\s:@"'<>\\]{20,})@"""),
@@ -60,34 +61,32 @@ _ASSIGNED = re.compile(r"""(?<![\w-])([\w-]++)((?:\\*["'])?\s*[:=]\s*\\*["'])([^
 #: weights have text only in their headers
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 _HEADER_BYTES = 1 << 20
-#: of arguments inside arguments
+#: of nested arguments
 _DEPTH = 8
 _given: dict[str, str] = {}
 
 
 def remember(name: str, value: object) -> None:
-    """`value` was given as the argument `name`, which names a secret: it is masked wherever it turns up in this process."""
+    """`value` was given as the argument `name`, which names a secret: mask it everywhere in this process."""
     if isinstance(value, str) and len(value := value.strip()) >= _MIN_GIVEN:
         _given[value] = name
 
 
 def known() -> dict[str, str]:
-    """Secrets of this process and machine -> what they are, in words; longer ones first."""
+    """Secrets of this process and machine -> descriptions, in words; longer ones first."""
     from huggingface_hub import get_token
 
-    found = {
-        value: f"the value of {name}"
-        for name, value in ((name, value.strip()) for name, value in os.environ.items())
-        if len(value) >= _MIN_VARIABLE and _is_secret_variable(name) and not os.path.exists(value)
-    }
-    found |= {value: f"the value of {name}" for value, name in _given.items()}
+    found = {}
+    for name, text in os.environ.items():
+        if _VARIABLE_NAME.search(name) and not _HARMLESS_VARIABLE.fullmatch(name):
+            value = text.strip()
+            if len(value) >= _MIN_VARIABLE and not os.path.exists(value):
+                found[value] = f"the value of {name}"
+    for value, name in _given.items():
+        found[value] = f"the value of {name}"
     if token := get_token():
         found[token] = "the Hub token"
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
-
-
-def _is_secret_variable(name: str) -> bool:
-    return _VARIABLE_NAME.search(name) is not None and _HARMLESS_VARIABLE.fullmatch(name) is None
+    return {value: found[value] for value in sorted(found, key=len, reverse=True)}
 
 
 def redact(text: str) -> str:
@@ -106,7 +105,7 @@ def _without_value(assigned: re.Match) -> str:
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, as [`redact`] leaves them: also where `--hub_token` and its value are two of them."""
+    """The words of a command line after [`redact`], also for `--hub_token` and its value as two words."""
     found: list[str] = []
     for word in words:
         follows = bool(found) and _OPTION.search(f"{found[-1]} x") is not None and "=" not in found[-1]
@@ -115,7 +114,7 @@ def redacted_words(words: Sequence[str]) -> list[str]:
 
 
 def cleaned(value: Any, mask: str | None = MASK) -> Any:
-    """A copy of dictionaries, lists and tuples in which secrets are masked and values under a secret's name are `mask`."""
+    """A copy of dictionaries, lists and tuples with masked secrets, and `mask` for values under a secret's name."""
     if isinstance(value, str):
         return redact(value) if type(value) is str else value
     if isinstance(value, dict):
@@ -124,20 +123,20 @@ def cleaned(value: Any, mask: str | None = MASK) -> Any:
 
 
 def find(text: str | bytes, is_json: bool = False) -> str | None:
-    """Name the secret in `text`; `None` if there is none. `is_json`: also look for keys that name one."""
+    """Name the secret in `text`; `None` if there is none. `is_json`: also look for secret names of keys."""
     return _found(text, known()) or (_named_in_json(text) if is_json else None)
 
 
 def _found(text: str | bytes, secrets: Mapping[str, str]) -> str | None:
+    for secret, name in secrets.items():
+        if (secret.encode() if isinstance(text, bytes) else secret) in text:  # type: ignore[operator]
+            return name
     if isinstance(text, bytes):
-        content, text = text, text.decode("latin-1")  # any bytes; a form is ASCII
-        is_there = [name for secret, name in secrets.items() if secret.encode() in content]
-    else:
-        is_there = [name for secret, name in secrets.items() if secret in text]
-    if is_there:
-        return is_there[0]
-    forms = ((name, form) for name, (signs, form, _) in _FORMS.items() if any(sign in text for sign in signs))
-    return next((name for name, form in forms if form.search(text)), None)
+        text = text.decode("latin-1")  # any bytes; a form is ASCII
+    for name, (signs, form, _) in _FORMS.items():
+        if any(sign in text for sign in signs) and form.search(text):
+            return name
+    return None
 
 
 def _named_in_json(text: str | bytes) -> str | None:
@@ -161,7 +160,7 @@ def find_in(path: Path) -> str | None:
 
 
 def check_places(arguments: Mapping[str, Any]) -> None:
-    """Remember the secrets among `arguments`, and refuse one in an argument that is written to files or logs.
+    """Remember the secrets among `arguments`, and refuse one in an argument bound for files or logs.
 
     Raises:
         `ValueError`: names the argument.
@@ -184,7 +183,8 @@ def check_places(arguments: Mapping[str, Any]) -> None:
 
 def _is_secret(name: object, value: object) -> bool:
     """Whether `name` names a secret and `value` may be one: no short word, no placeholder."""
-    return _names_secret(name, value) and "<" not in value and len(value.strip()) >= _MIN_GIVEN  # type: ignore[operator,attr-defined]
+    named = _names_secret(name, value) and "<" not in value  # type: ignore[operator]
+    return named and len(value.strip()) >= _MIN_GIVEN  # type: ignore[attr-defined]
 
 
 def _names_secret(name: object, value: object) -> bool:

@@ -1,7 +1,7 @@
-"""A limit on how long a block of code may take: `with deadline(60, lambda: RolloutError("...")): ...`
+"""A limit on the duration of a block: `with deadline(60, lambda: RolloutError("...")): ...`
 
-A watchdog thread interrupts the main thread by SIGALRM, again and again until the block has ended. It sets no interval timer, so that code
-inside may (`signal.alarm`, as graders of mathematics do).
+A watchdog thread interrupts the main thread by SIGALRM, repeatedly until the block has ended. It sets no interval
+timer, so code inside may (`signal.alarm`, as graders of mathematics do).
 """
 
 import signal
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-#: seconds between two interruptions of a block that has not ended yet
+#: seconds between two interruptions of a running block
 _AGAIN = 5.0
 
 
 @contextmanager
 def deadline(seconds: float | None, error: Callable[[], Exception]) -> Iterator[None]:
-    """Raise `error()` when the block takes longer than `seconds`, also where it catches the interruption. May be nested.
+    """Raise `error()` if the block takes longer than `seconds`, even if it catches the interruption. May be nested.
 
     Args:
-        seconds: `None` or 0 for no limit. Outside of the main thread there is none: Python runs signal handlers there only.
+        seconds: `None` or 0 for no limit. Only the main thread has a limit: Python runs signal handlers there only.
     """
     if not seconds or threading.current_thread() is not threading.main_thread():
         yield
@@ -32,7 +32,7 @@ def deadline(seconds: float | None, error: Callable[[], Exception]) -> Iterator[
         if expired.is_set():
             if not ended.is_set():
                 raise error()
-        elif callable(before):  # somebody else's alarm
+        elif callable(before):  # another user's alarm
             before(number, frame)
 
     def watch() -> None:

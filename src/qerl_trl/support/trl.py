@@ -1,9 +1,8 @@
-"""What this package uses of TRL's `GRPOTrainer` and `RLOOTrainer` and their configs, written down once for the type checker.
+"""Members of TRL's `GRPOTrainer` and `RLOOTrainer` and their configs used by this package, for the type checker.
 
-`QeRLMixin` stands in front of either of them, so it cannot name one as its base. For the type checker its base is
-[`OnlineTrainer`], and every member below is compared with the real ones where `QeRLGRPOTrainer` and `QeRLRLOOTrainer` combine the
-two; `tests/test_contracts.py` compares what a type does not say. At run time it is `object`. [`OnlineConfig`] is the same for
-`QeRLArguments`.
+`QeRLMixin` precedes either of them in the bases, so it cannot name one as its own base. For the type checker its base
+is [`OnlineTrainer`], compared with the real classes in `QeRLGRPOTrainer` and `QeRLRLOOTrainer`;
+`tests/test_contracts.py` compares the rest. At run time it is `object`. [`OnlineConfig`]: the same for `QeRLArguments`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
         reward_weights: torch.Tensor
         num_generations: Any
         rollout_func: Any  # of GRPO
-        ref_model: Any  # where every weight is trained, and beta is not 0
+        ref_model: Any  # if every weight is trained, and beta is not 0
         vllm_generation: Any  # with vLLM: rollout.generation.QeRLVLLMGeneration
         _step: int
         use_vllm: bool
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
         base_sha256: str | None  # our own, set by QeRLMixin
         memory_plan: Any  # the same: a MemoryPlan, or None
         _padded_logps: Any  # the same: TRL's own `_get_per_token_logps_and_entropies`
-        #: prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
+        #: prompt and completion in tokens, by `plan_trainer`; None if no prompt was counted
         longest_sequence: int | None
         sources: dict[str, dict[str, str]]  # the same: digests of the user's functions
-        given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler that came ready
+        given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler given by the user
         optimizer: Any
         lr_scheduler: Any
         processing_class: Any

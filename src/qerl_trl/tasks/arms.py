@@ -1,7 +1,7 @@
 """Arms of a comparison: the options of each, and the paired table of their runs.
 
-Quantization and noise are two changes, so a claim about either needs arms that differ in it alone, over several seeds.
-Runs of one seed share the order of problems and the initial adapter, so differences are taken seed by seed.
+Quantization and noise are two changes, so a claim about one needs arms differing in it alone, over several seeds. Runs
+with the same seed share the order of problems and the initial adapter, so differences are paired by seed.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 
 from ..checkpoint.records import RESULTS_NAME
 
-#: of some bases: weights trained in 16 bits do not move at the usual learning rates
+#: full fine-tuning needs float32: at the usual learning rates, updates of 16-bit weights round to zero
 _FURTHER = {"full": {"use_peft": "false", "dtype": "float32"}}
-#: arm -> options of the example; a claim is about two of them
+#: arm -> options of the example; a claim compares two of them
 ARMS: dict[str, dict[str, str]] = {
     f"{base}{suffix}": {"base_format": base, "aqn": noise, **_FURTHER.get(base, {})}
     for base in ("nvfp4", "bf16", "nf4", "full")
@@ -23,23 +23,23 @@ ARMS: dict[str, dict[str, str]] = {
 
 
 def check(arms: Sequence[str]) -> None:
-    """Refuse arms that are not known."""
+    """Raise `ValueError` for unknown arms."""
     if unknown := [arm for arm in arms if arm not in ARMS]:
         raise ValueError(f"--arms {' '.join(unknown)}: there is no such arm. Choose from {', '.join(ARMS)}.")
 
 
 def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any]:
-    """What the run in `folder` measured, short."""
+    """Short record of the results in `folder`."""
     results: dict[str, Any] = json.loads((folder / RESULTS_NAME).read_text())
     measured = ("before", "after", "difference", "steps", "train_seconds", "measured_by")
     return {"arm": arm, "seed": seed, "folder": folder.name, **{name: results[name] for name in measured}}
 
 
 def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The comparison as data: accuracies of each arm, and its differences from the first one, by seed, with mean.
+    """Comparison as data: accuracies of each arm, and differences from the first arm by seed, with mean.
 
     Raises:
-        `ValueError`: the runs differ in their number of problems or steps, or in how they were measured.
+        `ValueError`: the runs differ in their number of problems or steps, or in the measurement.
     """
     runs = list(runs)
     ways = [run["measured_by"] | {"steps": run["steps"], "problems": run["after"]["total"]} for run in runs]

@@ -1,4 +1,4 @@
-"""Problems as TRL wants them: a conversational `prompt`, and an `answer`. From the Hub, files, or a function."""
+"""Datasets in TRL's format: a conversational `prompt`, and an `answer`. From the Hub, files, or a function."""
 
 import csv
 import gzip
@@ -14,14 +14,14 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-#: files that are read, compressed with gzip or not; of a folder those of the first kind that it has
+#: supported files, also gzipped; a folder uses the first kind found
 KINDS = (".jsonl", ".parquet", ".csv", ".tsv", ".json", ".txt")
-#: of a folder that `save_to_disk` wrote, of all splits or of one
+#: files written by `save_to_disk`: all splits, or one
 _SAVED = (("dataset_dict.json",), ("state.json", "dataset_info.json"))
 _SPACE = re.compile(r"\s*")
-#: errors of a file that is damaged, of another kind, or without a row; pyarrow's are ValueErrors
+#: errors of a damaged, foreign or empty file; pyarrow's are ValueErrors
 _UNREADABLE = (ValueError, AttributeError, DatasetGenerationError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error)
-#: column names of problems and reference answers, in the order they are looked for
+#: column names of problems and reference answers, in order of preference
 QUESTIONS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution")
 
@@ -32,20 +32,20 @@ def read(
     folders: Sequence[Path] = (),
     as_text: Sequence[str] = (),
 ) -> DatasetDict:
-    """The splits of a Hub dataset, a folder of `<split>.jsonl` or of `save_to_disk`, a file (`train`), or a function.
+    """Splits of a Hub dataset, a folder of `<split>.jsonl` or of `save_to_disk`, a file (`train`), or a function.
 
-    Files may be of any of the `KINDS`. Columns of .csv and .tsv are text, and those of JSON that are named `as_text`
-    where one type for all numbers would change how they are written.
+    Files may be of any of the `KINDS`. Columns of .csv and .tsv are text, as are JSON columns in `as_text` if one
+    number type would change their spelling.
 
     Raises:
-        `ValueError`: no such file, or one that cannot be read; or the name is neither on the Hub nor in `folders`.
+        `ValueError`: a missing or unreadable file; or the name is neither on the Hub nor in `folders`.
     """
     if isinstance(source, Path):
         if is_saved(source):
             saved = load_from_disk(str(source))
             if isinstance(saved, DatasetDict):
                 return saved
-            named = re.fullmatch(r"(\w+)(\[.*\])?", str(saved.split or ""))  # of a slice, the expression that made it
+            named = re.fullmatch(r"(\w+)(\[.*\])?", str(saved.split or ""))  # a slice has its expression here
             return DatasetDict({named[1] if named else "train": saved})
         there = sorted(source.iterdir()) if source.is_dir() else [source]
         for kind in KINDS:
@@ -81,8 +81,8 @@ def _of_file(file: Path, kind: str, as_text: Sequence[str]) -> Dataset:
         return _of_rows(rows, as_text, written)
     except _UNREADABLE as error:
         raise ValueError(
-            f"{file} cannot be read: {error.__cause__ or error}. Write it again in UTF-8, with a header (.csv) or as one "
-            "JSON object per line."
+            f"{file} cannot be read: {error.__cause__ or error}. Write it again in UTF-8, with a header (.csv) or as "
+            "one JSON object per line."
         ) from None
 
 
@@ -94,7 +94,7 @@ def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
     finally:
         csv.field_size_limit(limit)
     for cells, line in rows:
-        if len(cells) != len(header):  # the rest of a text would be lost
+        if len(cells) != len(header):  # cells would be lost
             raise csv.Error(
                 f"line {line} has {len(cells)} cells, and the header {len(header)}; a text with {delimiter!r} in it "
                 "stands in quotes"
@@ -103,7 +103,7 @@ def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
 
 
 def _json(text: str, **numbers: Any) -> list[dict[str, Any]]:
-    """A list of objects, or objects one after another. `numbers`: how they are parsed."""
+    """A list of objects, or concatenated objects. `numbers`: parsers of numbers."""
     decoder = json.JSONDecoder(**numbers)
     rows: list[dict[str, Any]] = []
     at = _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches everywhere
@@ -134,7 +134,7 @@ def _of_rows(
 
 
 def from_hub(name: str, config: str | None, split: str | None, said: str, folders: Sequence[Path] = ()) -> Any:
-    """All splits of a dataset of the Hub, or one. `said`: the option and its value, for the message."""
+    """All splits of a Hub dataset, or one. `said`: the option and its value, for the message."""
     try:
         return load_dataset(name, config, split=split)
     except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
@@ -146,7 +146,7 @@ def from_hub(name: str, config: str | None, split: str | None, said: str, folder
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote a folder."""
+    """True for a folder written by `save_to_disk`."""
     return any(all((folder / name).is_file() for name in names) for names in _SAVED)
 
 
@@ -158,7 +158,7 @@ def with_prompts(
     needs_answer: bool = True,
     named: Any = "The dataset",
 ) -> Dataset:
-    """Questions become a conversational `prompt`, references `answer`, of their type; other columns stay."""
+    """Rename questions to a conversational `prompt`, references to `answer` (type unchanged); other columns stay."""
     question = prompt_column or next((name for name in QUESTIONS if name in data.column_names), None)
     answer = answer_column or next((name for name in ANSWERS if name in data.column_names), None)
     missing = [name for name in (prompt_column, answer_column) if name and name not in data.column_names]
@@ -168,8 +168,8 @@ def with_prompts(
         missing.append(f"one of {', '.join(ANSWERS)} (the reference that our rewards compare with)")
     if missing or question is None:
         raise ValueError(
-            f"{named} has the columns {', '.join(data.column_names) or '(no row)'}, but not {' and '.join(missing)}. Name "
-            "others with prompt_column and answer_column, or make them with a formatting_func."
+            f"{named} has the columns {', '.join(data.column_names) or '(no row)'}, but not {' and '.join(missing)}. "
+            "Name others with prompt_column and answer_column, or make them with a formatting_func."
         )
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
@@ -177,8 +177,9 @@ def with_prompts(
         asked = row[question]
         if not asked or not (isinstance(asked, str) or _are_messages(asked)):
             raise ValueError(
-                f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}, and has to be a text, "
-                "or messages with a role and a content. Name another column (prompt_column), or use a formatting_func."
+                f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}, and has to be a "
+                "text, or messages with a role and a content. Name another column (prompt_column), or use a "
+                "formatting_func."
             )
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         if messages and messages[0]["role"] == "system" and system:
@@ -198,7 +199,7 @@ def _are_messages(asked: Any) -> bool:
 
 
 def split_named(data: DatasetDict, name: str, option: str) -> Dataset:
-    """One split, which `option` names."""
+    """The split `name`; `option` is mentioned in the error."""
     if name not in data:
         raise ValueError(
             f"{option}={name!r} is none of the splits {', '.join(data)}. Name another, or hold a part of the training "
@@ -208,7 +209,7 @@ def split_named(data: DatasetDict, name: str, option: str) -> Dataset:
 
 
 def held_out(data: DatasetDict, train: str, test: str, size: float | None) -> tuple[Dataset, Dataset]:
-    """(training, held-out) problems: two splits, or one that is divided, always the same way."""
+    """(training, held-out) problems: two splits, or one divided deterministically."""
     whole = split_named(data, train, "dataset_train_split")
     if size is None:
         return whole, split_named(data, test, "dataset_test_split")

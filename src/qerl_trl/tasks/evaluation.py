@@ -1,7 +1,7 @@
 """Accuracy on problems with one final answer: greedy or sampled, noise off, with confidence intervals.
 
 `qerl-trl eval` runs the paper's protocol (Section 4: temperature 0.6, top-p 0.95, at most 4096 new tokens) on its
-benchmarks, with transformers or vLLM. An answer counts when the protocol's grader (grading.py) finds the *whole* stated
+benchmarks, with transformers or vLLM. An answer counts if the protocol's grader (grading.py) finds the *whole* stated
 answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
 """
 
@@ -64,7 +64,7 @@ class Accuracy:
 def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[float, float, float]:
     """(difference, low, high): mean change in accuracy on the same problems with its 95 % interval, as fractions.
 
-    Normal approximation of paired differences; where all changed alike, or none did, that of Agresti and Min
+    Normal approximation of paired differences; if all changed alike, or none did, the interval of Agresti and Min
     (Statistics in Medicine 2005), with half a problem more of each kind.
     """
     differences = [int(b) - int(a) for a, b in zip(before, after, strict=True)]
@@ -80,11 +80,7 @@ def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[fl
 
 
 def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
-    """Accuracy over several completions per problem, with a 95 % interval that takes problems as independent.
-
-    Args:
-        correct: for each problem, whether each of its completions is correct.
-    """
+    """Accuracy with several verdicts per problem (`correct`); its 95 % interval treats problems as independent."""
     shares = [sum(row) / len(row) for row in correct]
     n, samples = len(shares), len(correct[0])
     if samples == 1:
@@ -93,7 +89,7 @@ def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
     variance = sum((share - mean) ** 2 for share in shares) / max(n - 1, 1)
     half = _Z95 * math.sqrt(variance / n)
     interval = [max(0.0, mean - half), min(1.0, mean + half)]
-    if len({sum(row) for row in correct}) == 1:  # problems that all went alike count as one completion each
+    if len({sum(row) for row in correct}) == 1:  # no variance between problems: each counts as one completion
         interval = list(Accuracy(round(mean * n), n).interval)
     return {"correct": sum(map(sum, correct)), "total": n, "accuracy": mean, "interval95": interval}
 
@@ -103,7 +99,7 @@ def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark and how it is run. `samples`: completions per problem, more for small sets. `grader`: see grading."""
+    """A benchmark and its settings. `samples`: completions per problem, more for small sets. `grader`: see grading."""
 
     dataset: str
     config: str | None = None
@@ -151,8 +147,8 @@ def evaluate(
     """Run a protocol; the result is JSON: accuracy with interval, the protocol, the verdicts of each problem.
 
     Args:
-        generate: gives one completion for each row of a dataset whose problems are repeated `samples` times.
-        problems, verdicts_of, answer_format: of a task, instead of the protocol's dataset and grader.
+        generate: returns one completion per row of a dataset with each problem repeated `samples` times.
+        problems, verdicts_of, answer_format: a task's, instead of the protocol's dataset and grader.
     """
     whole = answer_format == "whole"
     verdicts_of = verdicts_of or functools.partial(grade, grader=grader_of(protocol.grader), whole=whole)
@@ -180,7 +176,7 @@ def evaluate(
 
 @torch.no_grad()
 def check_adapter_applied(model: PreTrainedModel | PeftModel) -> None:
-    """Raise `RuntimeError` if the logits are the same without the adapter: an evaluation would measure the base."""
+    """Raise `RuntimeError` if the adapter does not change the logits: the evaluation would measure the base."""
     if not isinstance(model, PeftModel):
         return
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -203,7 +199,7 @@ def transformers_engine(
     seed: int = 0,
     progress: bool = True,
 ) -> Callable[[Dataset], list[str]]:
-    """`generate` for [`evaluate`] by transformers. `protocol.temperature = 0` is greedy."""
+    """`generate` for [`evaluate`] with transformers. `protocol.temperature = 0` is greedy."""
     check_adapter_applied(model)
     sampling: dict[str, Any] = {"do_sample": False}
     if protocol.temperature > 0:
@@ -226,7 +222,7 @@ def vllm_engine(
     chat_template: str | None = None,
     **engine: Any,
 ) -> Callable[[Dataset], list[str]]:
-    """`generate` for [`evaluate`] by vLLM, the adapter in vLLM's own LoRA slots. `engine`: arguments of `vllm.LLM`."""
+    """`generate` for [`evaluate`] with vLLM, the adapter in vLLM's LoRA slots. `engine`: arguments of `vllm.LLM`."""
     vllm = CheckpointEngine(model, adapter, seed, **engine)
     template = {"chat_template": chat_template, **(protocol.chat_template_kwargs or {})}
     ends = end_tokens(stored(vllm.generation, vllm.config, vllm.revision), vllm.tokenizer, **template)
@@ -245,7 +241,7 @@ def vllm_engine(
 def prompt_texts(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[list[dict]], chat_template_kwargs: dict[str, Any]
 ) -> list[str]:
-    """The conversations as the model reads them, ready for its answer."""
+    """Conversations as text, rendered by the chat template with a generation prompt."""
     return [
         str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **chat_template_kwargs))
         for prompt in prompts
@@ -265,11 +261,11 @@ def solve(
 ) -> list[str]:
     """Completions for the conversational `prompt` column of `dataset`, in its order, in evaluation mode (no noise).
 
-    Greedy without a `generation_config`; the model's own generation_config.json is ignored. Sorted by length inside.
+    Greedy without a `generation_config`; the model's generation_config.json is ignored. Sorted by length internally.
     """
     greedy = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens)
     generation_config = copy.deepcopy(generation_config) or greedy
-    if tokenizer.pad_token is None:  # as TRL's trainer does; not in a tokenizer that is written later
+    if tokenizer.pad_token is None:  # as in TRL's trainer; not saved with the tokenizer
         tokenizer = copy.copy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
     generation_config.pad_token_id = tokenizer.pad_token_id
@@ -302,25 +298,25 @@ def solve(
 
 
 def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto", whole: bool = False) -> list[bool]:
-    """Whether each completion states the dataset's `answer`, as `grader` compares; `whole`: all of it is the answer."""
+    """One verdict per completion: `grader` finds its answer equal to `answer`. `whole`: all text is the answer."""
     compare = grader_of(grader) if isinstance(grader, str) else grader
     return [is_correct(text, gold, compare, whole) for text, gold in zip(completions, dataset["answer"], strict=True)]
 
 
-# --- held-out problems, answered where rollouts are generated --------------------
+# --- held-out problems, answered with the rollout engine -------------------------
 
-#: further arguments of a run by which a completion is sampled
+#: further arguments of a run with an effect on sampling
 _SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_tool_calling_iterations")
 
 
 class Measurement:
-    """Which held-out problems the policy of a trainer solves now: its greedy answers graded, or else its first rewards.
+    """Evaluate a trainer's policy on held-out problems: greedy answers graded, otherwise the first rewards.
 
-    The methods but [`measured_by`] are collective, and give every process the result for all of `dataset`, in its order.
+    All methods but [`measured_by`] are collective. Every rank gets the results of `dataset`, in order.
 
     Args:
-        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): whose policy is measured.
-        batch_size: problems at a time, without vLLM.
+        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): trainer of the policy.
+        batch_size: problems per batch, without vLLM.
     """
 
     def __init__(self, trainer: Any, task: Task, dataset: Dataset, batch_size: int = 64) -> None:
@@ -333,11 +329,11 @@ class Measurement:
         return [reward >= self.task.solved_reward for reward in self.held_out_rewards()]
 
     def held_out_completions(self) -> list[str]:
-        """Greedy completions, noise off: with vLLM by the running engine, with the adapter of this moment."""
+        """Greedy completions, noise off; with vLLM from the running engine, with the current adapter."""
         trainer, dataset = self.trainer, self.dataset
         accelerator, tokenizer = trainer.accelerator, trainer.processing_class
         limit, template = trainer.max_completion_length, trainer.chat_template_kwargs
-        # contiguous, in rank order; each process gets as many (padded), because sharded weights are gathered together
+        # contiguous, in rank order; equal (padded) shares, because gathering sharded weights is collective
         share = len(dataset) // accelerator.num_processes
         share += accelerator.process_index < len(dataset) % accelerator.num_processes
         with accelerator.split_between_processes(list(range(len(dataset))), apply_padding=True) as rows:
@@ -356,7 +352,7 @@ class Measurement:
 
     @torch.no_grad()
     def held_out_rewards(self) -> list[float]:
-        """The first reward of one completion each, sampled as in a rollout, tools and environments too, but noise off."""
+        """First reward of one completion each, sampled as in a rollout with tools and environments, noise off."""
         trainer, dataset, batch_size = self.trainer, self.dataset, self.batch_size
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         training, generations = trainer.model.training, trainer.num_generations_eval
@@ -365,11 +361,11 @@ class Measurement:
         rewards: list[float] = []
         try:
             for start in range(0, len(dataset), batch_size * ranks):
-                # each process gets as many, the last one again where there are no more
+                # equal shares, padded with the last problem
                 share = min(batch_size, -(-(len(dataset) - start) // ranks))
                 mine = [min(start + rank * share + i, len(dataset) - 1) for i in range(share)]
                 trainer._generate_and_score_completions([dict(dataset[row]) for row in mine])
-                rewards += trainer._rewards[:, 0].tolist()  # of all processes, in their order
+                rewards += trainer._rewards[:, 0].tolist()  # of all processes, in order
         finally:
             trainer.num_generations_eval = generations
             trainer.model.train(training)
@@ -377,7 +373,7 @@ class Measurement:
         return rewards[: len(dataset)]
 
     def measured_by(self) -> dict[str, Any]:
-        """How [`verdicts`] comes to them, as JSON: those with the same can be compared."""
+        """Settings behind [`verdicts`], as JSON: verdicts with equal settings are comparable."""
         settings = run_settings(self.trainer)
         options = settings["options"]
         names = ["max_completion_length", TOKENIZER]

@@ -1,13 +1,13 @@
-"""Whether a completion states the right answer. A grader compares the answer that a text states with the reference.
+"""Graders: compare the answer stated in a completion with the reference.
 
     auto      numbers by value; words, codes (R2D2) and dates letter by letter, ignoring case; everything else as
-              mathematics, in which units count for nothing (the default)
+              mathematics, ignoring units (the default)
     exact     letter by letter, but for spaces around and repeated inside
-    numeric   by value: 1,200 and 1200.0 are equal; what is no number is wrong
+    numeric   by value: 1,200 and 1200.0 are equal; anything else is wrong
     math      math-verify: 1/2, 0.5 and \\frac{1}{2} are equal. Not for words: to it `tenalp` is a product like `planet`
 
-Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. It gets
-the reference as it is in the data; ours compare numbers as text. `reward`: the task's first reward says what is right.
+Or a custom function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. Its
+reference has the type in the data; ours compare numbers as text. `reward`: the task's first reward decides.
 """
 
 import importlib
@@ -27,22 +27,22 @@ Grader = Callable[[str, Any], bool]
 ANSWER_MARK = "####"
 MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _BOXED = r"\boxed{"
-#: a comma stands before each three digits, or nowhere: else it parts the members of a list
+#: commas before every three digits, or none: otherwise they separate list members
 _PLAIN_NUMBER = re.compile(r"^-?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?$")
-#: what is a name for all its digits, or a date, an address, a version: the same letter by letter
+#: a name with digits, date, address or version: compared letter by letter
 _CODE = re.compile(r"^[^\W\d_]+\d\w*(?:\s+[^\W\d_]+\d\w*)*$|^\d+(?:[-/:.]\d+){2,}$")
-#: what makes bold or upright type of a whole answer
+#: bold or upright type around a whole answer
 _DRESS = re.compile(r"^(?:\*\*(.+)\*\*|\\(?:text|textbf|mathrm|mathbf|textit)\{([^{}]*)\})$")
-#: what encloses mathematics; its spaces and colon; spaces around what joins the parts of a ratio, or of any code
+#: delimiters of mathematics; its spaces and colon; spaces around the joints of a ratio, or of any code
 _ENCLOSED = re.compile(r"^(?:\$+(.+?)\$+|\\\((.+)\\\)|\\\[(.+)\\\])$")
 _MATH_SPACES, _MATH_COLON = re.compile(r"\\[!,:; ]"), re.compile(r"\{:\}|\\colon(?![a-z])")
 _OF_A_RATIO, _OF_A_CODE = re.compile(r"\s*(:)\s*"), re.compile(r"\s*([-/:.])\s*")
-#: letters of any script, and what joins them in a phrase
+#: letters of any script, and the joints of a phrase
 _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that a solution states: the rest of the last `####` line or the last `\\boxed{}`, the later one."""
+    """The stated answer of a solution: the rest of the last `####` line or the last `\\boxed{}`, the later one."""
     *_, last = (None, *MARKED.finditer(text))
     boxed = _boxed(text)
     if boxed is not None and (last is None or text.rfind(_BOXED) > last.start()):
@@ -51,7 +51,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Content of the last box, which may have braces inside; `None` where there is none, or where it does not end."""
+    """Content of the last box, nested braces allowed; `None` without a complete box."""
     _, box, rest = text.rpartition(_BOXED)
     depth = 1
     for at, letter in enumerate(rest if box else ""):
@@ -76,7 +76,7 @@ def _undressed(answer: str) -> str:
 
 
 def _bare(answer: str, joints: re.Pattern[str]) -> str:
-    """Without the end of a sentence, what encloses mathematics, and spaces around the `joints` of a code."""
+    """Strip final punctuation, delimiters of mathematics, and spaces around the `joints` of a code."""
     found = _ENCLOSED.match(_ended(answer))
     inner = _undressed(_ended(next(filter(None, found.groups())))) if found else answer
     inner = _MATH_COLON.sub(":", _MATH_SPACES.sub("", _ended(inner)))
@@ -117,15 +117,15 @@ def auto(answer: str, reference: str) -> bool:
 
 GRADERS: dict[str, Grader] = {"auto": auto, "exact": exact, "numeric": numeric, "math": math}
 
-#: in place of a grader: the first reward says what is right
+#: instead of a grader: the first reward decides
 BY_REWARD = "reward"
 
 
 def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
-    """The grader of that name, or the function that a path names, its file looked for in `folders`.
+    """The built-in grader `name`, or the function at a path, its file searched for in `folders`.
 
     Raises:
-        `ValueError`: there is no such grader or function. `ImportError`: math-verify is not installed.
+        `ValueError`: unknown grader or function. `ImportError`: math-verify is not installed.
     """
     if name in ("auto", "math") and importlib.util.find_spec("math_verify") is None:
         raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install 'qerl-trl[math]'.")
@@ -140,10 +140,10 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
 
 
 def require_references(golds: Iterable[Any], grader: str | Grader, whole: bool = False, instead: str = "") -> None:
-    """Raise `ValueError` for the first reference that one of our graders cannot compare with. `instead`: a remedy."""
+    """Raise `ValueError` for the first reference unusable by a built-in grader. `instead`: a remedy."""
     if grader not in GRADERS:
         return
-    kind = "numeric" if grader == "numeric" else "exact"  # which is quick, and compares with anything
+    kind = "numeric" if grader == "numeric" else "exact"  # "exact" is quick and accepts anything
     for row, gold in enumerate(golds):
         try:
             is_correct(f"{ANSWER_MARK} 0", gold, kind, whole)
@@ -152,16 +152,16 @@ def require_references(golds: Iterable[Any], grader: str | Grader, whole: bool =
 
 
 def in_form(text: str, grader: str | Grader = "auto", whole: bool = False) -> bool:
-    """Whether `text` states an answer that the grader can compare, right or wrong."""
+    """True if `text` states an answer in the grader's form, right or wrong."""
     answer = text.strip() if whole else final_answer(text)
     return bool(answer) and (grader != "numeric" or _number(answer or "") is not None)
 
 
 def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool = False) -> bool:
-    """Whether the answer that `text` states equals `gold` (an answer, or a worked solution that ends in one).
+    """True if the answer in `text` equals `gold` (an answer, or a worked solution ending in one).
 
     Args:
-        whole: all of `text` is the answer, and all of `gold`; otherwise what stands after `####` or in a box.
+        whole: all of `text` and all of `gold` is the answer; otherwise the part after `####` or in a box.
     """
     answer = text.strip() if whole else final_answer(text)
     if not answer:
@@ -191,11 +191,11 @@ def completion_text(completion: str | list[dict]) -> str:
 def correctness(
     grader: str | Grader = "auto", whole: bool = False, folders: list[Path] | None = None
 ) -> Callable[..., list[float]]:
-    """A reward function: 1.0 where the stated answer equals the dataset's `answer` as `grader` compares, else 0.0.
+    """A reward function: 1.0 if the stated answer equals the dataset's `answer` under `grader`, else 0.0.
 
     Args:
-        whole: all that the model says last is its answer; otherwise the text after `####` or in a box.
-        folders: where the file of a grader is looked for.
+        whole: the whole last message is the answer; otherwise the part after `####` or in a box.
+        folders: searched for the file of a grader.
     """
     compare = grader_of(grader, folders) if isinstance(grader, str) else grader
     name = grader if isinstance(grader, str) else getattr(grader, "__name__", "own")
@@ -204,13 +204,13 @@ def correctness(
         texts = map(completion_text, completions)
         return [float(is_correct(text, gold, compare, whole)) for text, gold in zip(texts, answer, strict=True)]
 
-    if name != "auto" or whole:  # another reward: a run that goes on is compared by its rewards' names
+    if name != "auto" or whole:  # rename: a resumed run compares the names of its rewards
         correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", name) + ("_whole" if whole else "")
     return correctness_reward
 
 
 def format_reward(completions: list, **kwargs) -> list[float]:
-    """1.0 where the completion ends in exactly one `#### answer` line after at least one line of work, else 0.0."""
+    """1.0 for a completion ending in exactly one `#### answer` line after at least one line of work, else 0.0."""
     return [float(_well_formed(completion_text(c))) for c in completions]
 
 
@@ -220,21 +220,21 @@ def _well_formed(text: str) -> bool:
     return len(lines) >= 2 and marks == 1 and bool(MARKED.match(lines[-1].lstrip()))
 
 
-# --- functions by name, as a YAML file or a command line says them --------------------
+# --- functions by name, for YAML files and the command line ---------------------------
 
 _HOW = "Name it as file.py:function or package.module:function."
 
 
 def found(name: str, folders: list[Path]) -> Path | None:
-    """The file or folder `name` as seen from the first of `folders` in which it is; `None` if it is in none."""
+    """The file or folder `name` in the first of `folders` containing it, else `None`."""
     return next((place for folder in folders if (place := folder / name).exists()), None)
 
 
 def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
-    """The function or class of that name; a file is looked for in `folders`, by default in the working directory.
+    """The function or class `name`; a file is searched for in `folders`, by default in the working directory.
 
     Raises:
-        `ValueError`: there is none; `option` is the option that names it.
+        `ValueError`: not found; `option` is the option naming it.
     """
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     try:
@@ -247,7 +247,7 @@ def function_named(name: str, option: str, folders: list[Path] | None = None) ->
 
 
 def _of_module(place: str, folders: list[Path]) -> ModuleType:
-    """An installed module, or where there is none of that name a file of it in one of `folders`."""
+    """An installed module, otherwise a file of that name in one of `folders`."""
     file = f"{place.replace('.', '/')}.py"
     if importlib.util.find_spec(place.split(".")[0]) is None and found(file, folders) is not None:
         return _of_file(file, folders)
@@ -256,7 +256,7 @@ def _of_module(place: str, folders: list[Path]) -> ModuleType:
 
 def _of_file(place: str, folders: list[Path]) -> ModuleType:
     file = (found(place, folders) or Path(place)).resolve()
-    name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
+    name = f"_qerl_task_{abs(hash(file))}"  # one module for all functions of a file
     if name in sys.modules:
         return sys.modules[name]
     main = sys.modules.get("__main__")
@@ -266,7 +266,7 @@ def _of_file(place: str, folders: list[Path]) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, beside := str(file.parent))  # what a script that is run sees: the modules beside it
+    sys.path.insert(0, beside := str(file.parent))  # as for a script: modules next to it can be imported
     with ExitStack() as failed:
         failed.callback(sys.modules.pop, name)
         try:

@@ -1,4 +1,4 @@
-"""A run of a task: accuracy before, training, accuracy after, results, and what to do with them."""
+"""Run a task: accuracy before, training, accuracy after, results and the next commands."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompactProgress(ProgressCallback):
-    """The usual bar with the few numbers one watches, instead of a printed dictionary; in a log a line per step."""
+    """The usual progress bar with a few key numbers instead of a printed dictionary; in a log, a line per step."""
 
     _SHOWN = {"entropy": "entropy", "aqn/sigma": "sigma"}
 
@@ -43,20 +43,20 @@ class CompactProgress(ProgressCallback):
         if state.is_world_process_zero and self.training_bar is not None and logs is not None:
             shown = {short: f"{logs[key]:.3g}" for key, short in self._shown.items() if logs.get(key) is not None}
             self.training_bar.set_postfix(shown)
-            if shown and not sys.stderr.isatty():  # a log: the bar is one long line there
+            if shown and not sys.stderr.isatty():  # in a log the bar is one long line
                 figures = ", ".join(f"{name} {value}" for name, value in shown.items())
                 self.training_bar.write(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
 
 
 class _Calls(TrainerCallback):
-    """Calls a function at an event. Under FSDP and DeepSpeed the model has an engine from `on_train_begin` on."""
+    """Call a function on an event. Under FSDP and DeepSpeed the model has an engine from `on_train_begin` on."""
 
     def __init__(self, event: str, function: Callable[[], None]) -> None:
         setattr(self, event, lambda *args, **kwargs: function())
 
 
 def _warn_of_form(texts: list[str], task: Task) -> None:
-    """Warn if none of the first completions states an answer in the grader's form."""
+    """Warn if none of the first completions has an answer in the grader's form."""
     whole = task.answer_format == "whole"
     if not any(in_form(text, task.grader, whole) for text in texts):
         logger.warning(
@@ -73,15 +73,15 @@ def train_and_measure(
 ) -> RunResults:
     """Train, with the accuracy on held-out problems before and after, and write `results.json` in the output folder.
 
-    With the same folder again, it resumes from the last whole checkpoint; a finished run is only measured again.
+    With the same folder, it resumes from the last complete checkpoint; a finished run is only evaluated again.
 
     Args:
         trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): made with [`Task.for_trainer`].
         eval_problems: only the first held-out problems. Default: all.
-        eval_batch_size: problems at a time, without vLLM.
+        eval_batch_size: problems per batch, without vLLM.
 
     Returns:
-        what `results.json` says, on the main process; empty on the others.
+        The content of `results.json` on the main process; empty on the others.
     """
     args, accelerator = trainer.args, trainer.accelerator
     trainer.remove_callback(ProgressCallback)
@@ -96,13 +96,13 @@ def train_and_measure(
     if measurement.graded:
         trainer.add_callback(_Calls("on_step_end", check_form))
     announce(trainer)
-    resume = trainer.to_resume()  # refuses a folder that belongs to another run
+    resume = trainer.to_resume()  # raises for the folder of another run
     run = _Run(measurement)
     run.measure_before(resume)
-    begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
+    begun = step_of(resume) if resume else 0  # read now: training may delete that checkpoint
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
+    except HubError as error:  # training is complete; the push is repeated below, after the results
         accelerator.print(error)
     trainer.save_model(push=False)
     named = " without --resume_from_checkpoint" if args.resume_from_checkpoint else ""
@@ -118,13 +118,13 @@ def train_and_measure(
         trained = trainer.state.global_step > begun
         seconds = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
         results = run.report(after, seconds[-1] if trained else None)
-    if args.push_to_hub:  # last: whatever the network does, the results are written
+    if args.push_to_hub:  # last: a network error cannot lose the results
         trainer.push_to_hub(dataset_name=task.hub_dataset)
     return results
 
 
 class _Run:
-    """What is measured before and after a training, and what comes of it."""
+    """Accuracy before and after a training, and the final report."""
 
     def __init__(self, measurement: Measurement) -> None:
         self.measurement, self.trainer, self.task = measurement, measurement.trainer, measurement.task
@@ -133,16 +133,16 @@ class _Run:
         self.before: list[bool] = []
 
     def measure_before(self, resume: str | None) -> None:
-        """Take it from the file of a run that is resumed, or measure: now, or under FSDP as the training begins."""
+        """Read it from a resumed run's file, or measure: now, or under FSDP when training begins."""
         output_dir, problems = self.trainer.args.output_dir, self.measurement.dataset
         in_training = placed_in_training(self.trainer.accelerator)
         self.before = (read_before(output_dir, problems, self.way) if resume else None) or []
         if in_training and resume and not self.before:
             raise ValueError(
-                f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only measure "
-                "as training begins. Put the file back, resume without either, or start in another output_dir."
+                f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only "
+                "measure as training begins. Put the file back, resume without either, or start in another output_dir."
             )
-        continued = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
+        continued = "" if in_training else f" {last_whole(resume)}"  # training prints it itself
 
         def measure() -> None:
             if not self.before:
@@ -159,9 +159,9 @@ class _Run:
             measure()
 
     def report(self, verdicts: list[bool], seconds: float | None) -> RunResults:
-        """Write results.json of the run that was saved, and say what came out and what to do with it."""
+        """Write results.json of the saved run, and print the results and the next commands."""
         trainer, args, output_dir = self.trainer, self.trainer.args, Path(self.trainer.args.output_dir)
-        settings = recorded_settings(output_dir)  # of what was trained, which is what the figures are about
+        settings = recorded_settings(output_dir)  # the trained settings: the results describe them
         before, after = Accuracy(sum(self.before), len(self.before)), Accuracy(sum(verdicts), len(verdicts))
         difference, low, high = paired_difference(self.before, verdicts)
         results: RunResults = {
@@ -184,7 +184,7 @@ class _Run:
             "command": " ".join(["accelerate launch", *redacted_words(sys.argv)]),
             "log_history": trainer.state.log_history,
         }
-        if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now
+        if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained earlier, only evaluated again
             earlier = json.loads((output_dir / RESULTS_NAME).read_text())
             results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
         seal.write_json_atomically(output_dir / RESULTS_NAME, results)
@@ -202,7 +202,7 @@ class _Run:
 
 
 def _publishing(saved: str, output_dir: Path, base: str, base_format: str) -> str:
-    """The commands that publish what was saved; a base that only this machine has is published before its adapter."""
+    """Commands for publishing the saved model; a local base is published before its adapter."""
     publish = f"qerl-trl push {saved} {output_dir} <user>/<name>"
     if saved == "model" or not Path(base).is_dir():
         return publish
@@ -213,21 +213,21 @@ def _publishing(saved: str, output_dir: Path, base: str, base_format: str) -> st
     return f"qerl-trl merge {output_dir} {made} --as base\n    qerl-trl push base {made} <user>/<base>\n    {publish}"
 
 
-# --- what was measured before training --------------------
+# --- measurement before training --------------------------
 
 
 def write_before(output_dir: str, verdicts: list[bool], problems: Dataset, way: Mapping[str, Any]) -> None:
-    """Keep which of `problems` were solved before training, and in which `way` that was measured."""
+    """Save the verdicts on `problems` before training, and the settings (`way`) of the measurement."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     content = {"correct": verdicts, "problems_sha256": dataset_sha256(problems), "measured_by": dict(way)}
     seal.write_json_atomically(Path(output_dir, BEFORE_NAME), content)
 
 
 def read_before(output_dir: str, problems: Dataset, way: Mapping[str, Any]) -> list[bool] | None:
-    """Which of `problems` were solved before the run in `output_dir` trained; `None` where it was not measured.
+    """Verdicts on `problems` before the run in `output_dir` trained; `None` if it was not measured.
 
     Raises:
-        `ValueError`: it was measured on other problems or in another way.
+        `ValueError`: other problems or other settings.
     """
     file = Path(output_dir, BEFORE_NAME)
     if not file.is_file():
@@ -241,13 +241,13 @@ def read_before(output_dir: str, problems: Dataset, way: Mapping[str, Any]) -> l
         lines = [f"{then} problems both times, but others"]
     for name, was in content["measured_by"].items():
         is_now = json.loads(json.dumps(way.get(name)))
-        unread = name.endswith("_sha256") and name in way and None in (was, is_now)  # typed in a prompt
+        unread = name.endswith("_sha256") and name in way and None in (was, is_now)  # defined in a Python prompt
         if was != is_now and not unread:
             lines.append(f"{name}: {_shown(was)} then, {_shown(is_now)} now")
     if lines:
         raise ValueError(
-            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}) than the one after "
-            "it would be. Go on with the same problems, grader and limits, or choose another output_dir."
+            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}) than the one "
+            "after it would be. Go on with the same problems, grader and limits, or choose another output_dir."
         )
     return content["correct"]
 

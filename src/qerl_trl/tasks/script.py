@@ -1,4 +1,4 @@
-"""The arguments of a script that trains: a task, `QeRLConfig` and TRL's `ModelConfig`, of a recipe and command line.
+"""Arguments of a training script: a task, `QeRLConfig` and TRL's `ModelConfig`, from a recipe and the command line.
 
 ```python
 from qerl_trl import QeRLGRPOTrainer, Script
@@ -38,10 +38,10 @@ from .task import PARSED, Task, TaskArguments
 
 logger = logging.getLogger(__name__)
 
-#: whose fields are the options of a run, in the recipe and on the command line
+#: their fields are the options in a recipe and on the command line
 KINDS: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
 _NAMES = [field.name for kind in KINDS for field in dataclasses.fields(kind)]
-#: where no task is named
+#: default without a task
 DEFAULT_TASK = "gsm8k"
 
 
@@ -50,7 +50,7 @@ class Script:
     """Task, configuration and model of a script.
 
     Attributes:
-        eval_problems, eval_batch_size: of the measurement before and after.
+        eval_problems, eval_batch_size: for the evaluations before and after.
         overwrite: replace a run with other settings in `output_dir`; one with the same settings is resumed.
     """
 
@@ -63,17 +63,17 @@ class Script:
 
     @classmethod
     def parse(cls, task: Task | None = None, config: str | None = None, argv: Sequence[str] | None = None) -> "Script":
-        """Read the command line.
+        """Parse the command line.
 
-        What a recipe has of data and rewards is for its own task: another `task`, or `--task`, replaces all of it.
+        A recipe's data and rewards belong to its own task: another `task`, or `--task`, replaces all of them.
 
         Args:
-            task: of the script, unless `--task` names another.
-            config: recipe (a file, or a shipped one's name) where no `--config` is given; by default by machine.
-            argv: words of the command line, by default those of this process.
+            task: the script's default, overridden by `--task`.
+            config: recipe (a file, or a shipped one's name) without `--config`; by default chosen by machine.
+            argv: words of the command line, by default this process's.
 
         Raises:
-            `ValueError`: an unknown option, with those of similar names.
+            `ValueError`: an unknown option, with similar names.
         """
         by_user = list(sys.argv[1:] if argv is None else argv)
         words = with_config(by_user, config)
@@ -84,13 +84,13 @@ class Script:
         if tracked:
             words = [*words, "--report_to", "trackio"]
             if "log_completions" not in recipe and _value(words, "log_completions") is None:
-                # to be read in the dashboard, not in the terminal
+                # read in the dashboard, not in the terminal
                 words += ["--log_completions", "true", "--num_completions_to_print", "0"]
         said, args, model_args, *unknown = parser_of(KINDS, allow_abbrev=False).parse_args_and_config(
             words, return_remaining_strings=True, separate_remaining_strings=True
         )
         _check_known([*unknown[0], *unknown[1]])
-        if tracked:  # not to a Space: what nobody asked for stays on this machine
+        if tracked:  # no Space by default: nothing is uploaded without a request
             args.trackio_space_id, args.trackio_static_space_id = None, False
         if file is None and os.environ.get("RANK", "0") == "0":
             print(
@@ -105,13 +105,13 @@ class Script:
         return cls(chosen, args, model_args, said.eval_problems, said.eval_batch_size, said.overwrite)
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of [`QeRLGRPOTrainer`]: of task and recipe, the adapter, the tokenizer with its template."""
+        """Arguments for [`QeRLGRPOTrainer`]: from task and recipe, the adapter, the tokenizer with its template."""
         args, named = self.args, self.model_args
         model = named.model_name_or_path
         if model is None:
             raise ValueError("No model is named: --model_name_or_path, or model_name_or_path in the recipe.")
         folder = next((place for place in (Path(model), examples_folder().parent / model) if place.is_dir()), None)
-        if folder is not None:  # from any working directory, also when the run is merged or measured later
+        if folder is not None:  # absolute, so that a later merge or evaluation works from any directory
             model = str(folder.resolve())
             if not (folder / "config.json").is_file():
                 require_adapter(folder.resolve())
@@ -157,10 +157,10 @@ class Script:
 def _task_of(
     own: Task | None, said: Any, words: list[str], recipe: dict[str, Any], file: str | None, by_user: list[str]
 ) -> Task:
-    """The task of the command line, else the script's `own`, else the recipe's, with the fields given for it."""
+    """Task of the command line, else the script's `own`, else the recipe's, with its fields overridden."""
     on_command_line = _value(words, "task")
     fields = {name: getattr(said, name) for name in PARSED}
-    if own is not None or on_command_line is not None:  # the recipe's are of its own task
+    if own is not None or on_command_line is not None:  # the recipe's fields belong to its own task
         fields = {name: value for name, value in fields.items() if _value(words, name) is not None}
     if own is not None and on_command_line is None:
         left = [name for name in ("task", *PARSED) if name in recipe and _value(words, name) is None]
@@ -179,15 +179,15 @@ def _task_of(
 
 
 def check_recipe(file: Path) -> None:
-    """Raise `ValueError` if a recipe has a field that is no option of a run, or names a task that is missing."""
+    """Raise `ValueError` if a recipe has an unknown field or names a missing task."""
     values = contents(file)
     if values.get("task") is not None:
         task_file(str(values["task"]), file)
-    _check_known([f"--{name}" for name in values if name not in {"env", *_NAMES}])  # TRL's parser takes `env` away
+    _check_known([f"--{name}" for name in values if name not in {"env", *_NAMES}])  # TRL's parser removes `env`
 
 
 def _check_known(rest: Sequence[str]) -> None:
-    """Refuse what nothing took of a recipe or a command line."""
+    """Refuse leftovers of a recipe or a command line."""
     if not rest:
         return
     known = [f"--{name}" for name in _NAMES]
@@ -198,9 +198,9 @@ def _check_known(rest: Sequence[str]) -> None:
 
 
 def with_config(words: list[str], config: str | None = None) -> list[str]:
-    """The command line with a `--config` that is a file: the given one, else `config`, else this machine's (printed).
+    """The command line with `--config` resolved to a file: as given, else `config`, else this machine's (printed).
 
-    Without a GPU, models but the embedded one get no recipe: its learning rate and lengths are for it alone.
+    Without a GPU, only the embedded model gets a recipe: its learning rate and lengths fit no other.
     """
     given = _value(words, "config")
     if given is None and config is None:
@@ -218,7 +218,7 @@ def with_config(words: list[str], config: str | None = None) -> list[str]:
 
 
 def _is(word: str, option: str) -> bool:
-    """In either of the parser's spellings, `--dataset_name` and `--dataset-name`."""
+    """Match both spellings of the parser, `--dataset_name` and `--dataset-name`."""
     return word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") == option
 
 
@@ -231,5 +231,5 @@ def _value(words: list[str], option: str) -> str | None:
 
 
 def _folders() -> list[Path]:
-    """Where files of a task are looked for beside its own folder: here, and where the shipped ones are."""
+    """Folders searched for task files besides the task's own: the working directory and the shipped ones."""
     return [Path(), examples_folder().parent]

@@ -3,13 +3,13 @@
 ```yaml
 # words.yaml
 name: words backwards
-dataset_name: words                        # words/train.jsonl and words/test.jsonl beside this file, or a Hub id
+dataset_name: words                        # words/train.jsonl and words/test.jsonl next to this file, or a Hub id
 reward_funcs: [words.py:letters_in_place]  # also names of trl.rewards, package.module:function, a reward model
 grader: exact
 answer_format: whole
 ```
 
-The example script, `qerl-trl train`, `eval` and `merge` take one with `--task words.yaml`, and the cards name it.
+Use it with `--task words.yaml` in the example script, `qerl-trl train`, `eval` and `merge`; the cards name it.
 """
 # ruff: noqa: RUF009  (fields of a dataclass made by a function)
 
@@ -38,37 +38,37 @@ from .grading import (
     require_references,
 )
 
-#: TRL's rewards that have to be made first, with the values of `trl grpo`
+#: factories among TRL's rewards, with the values of `trl grpo`
 _MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 _OURS = ("correctness_reward", "format_reward")
 _THEIRS = [name for name in dir(trl_rewards) if name.endswith(("_reward", "_punishment"))]
 
 
 def _said(default: Any, help: str, parsed: Any = str) -> Any:
-    """A field that a recipe or a command line can say as well, in the form `parsed`."""
+    """A field with an option in recipes and on the command line, parsed as `parsed`."""
     return field(default=default, metadata={"help": help, "parsed": parsed})
 
 
 @dataclass
 class Task:
-    """See the module's docstring. Files are looked for next to the YAML file, then in the working directory.
+    """See the module's docstring. Files are searched for next to the YAML file, then in the working directory.
 
     Attributes:
         name: in words, for results and cards.
-        dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function that returns
-            `{split: rows}`. Of a row `prompt`, `question` or `problem` is what is asked (a text or messages), `answer`
-            or `solution` the reference; every column goes to the rewards.
+        dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function returning
+            `{split: rows}`. Columns: `prompt`, `question` or `problem` for the question (a text or messages), `answer`
+            or `solution` for the reference; the rewards get all columns.
         test_split_size: share or number of training problems to hold out, instead of a test split.
         formatting_func: function from a row to one with `prompt` (and `answer`).
         reward_funcs: functions with TRL's signature, or their names; `correctness_reward` and `format_reward` are ours.
-        reward_weights: of the rewards, in their order.
-        grader: how an answer is compared with the reference (grading.py), or `reward`: by the first reward.
-        answer_format: `marked` (after `####` or in a box) or `whole` (all that the model says last).
-        chat_template_path: Jinja file that replaces the tokenizer's chat template.
-        tools: functions that the model may call, or their names.
+        reward_weights: one per reward, in order.
+        grader: comparison with the reference (grading.py), or `reward`: by the first reward.
+        answer_format: `marked` (after `####` or in a box) or `whole` (the whole last message).
+        chat_template_path: Jinja file to replace the tokenizer's chat template.
+        tools: functions for the model to call, or their names.
         environment_factory: class (or its name) of an environment for TRL's `environment_factory`.
-        solved_reward: least first reward of a correct completion, where answers are not graded (tools, environments,
-            no reference, `grader: reward`).
+        solved_reward: least first reward of a correct completion, if answers are not graded (tools, environments, no
+            reference, `grader: reward`).
     """
 
     name: str | None = None
@@ -97,11 +97,11 @@ class Task:
     tools: list[str | Callable] | None = _said(None, "Tools: file.py:function or package.module:function.", list[str])
     environment_factory: str | Callable[[], Any] | None = _said(None, "Environment: file.py:Class.")
     solved_reward: float = _said(1.0, "First reward that counts as solved, where nothing is graded.", float)
-    #: where files are looked for
+    #: search path of files
     folders: list[Path] = field(default_factory=lambda: [Path()], repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str) or callable(self.reward_funcs):  # one, as TRL takes it
+        if isinstance(self.reward_funcs, str) or callable(self.reward_funcs):  # one, as in TRL
             self.reward_funcs = [self.reward_funcs]
         if self.answer_format not in ("marked", "whole"):
             raise ValueError(
@@ -111,7 +111,7 @@ class Task:
 
     @classmethod
     def read(cls, file: str | Path, folders: list[Path] | None = None) -> "Task":
-        """The task of a YAML file."""
+        """Read a YAML file."""
         path = Path(file)
         content = contents(path)
         known = [each.name for each in dataclasses.fields(cls) if each.name != "folders"]
@@ -123,10 +123,10 @@ class Task:
         return cls(**{"name": path.stem.replace("_", " "), **content}, folders=[path.parent, *(folders or [Path()])])
 
     def with_said(self, said: Mapping[str, Any]) -> "Task":
-        """This task with what a recipe or a command line says of it."""
+        """Copy with fields replaced by those of a recipe or command line."""
         given = {name: value for name, value in said.items() if value is not None and name in PARSED}
         if given.get("dataset_name") not in (None, self.dataset_name) and "dataset_config" not in given:
-            given["dataset_config"] = None  # of the other data
+            given["dataset_config"] = None  # belongs to the previous data
         return dataclasses.replace(self, **given)
 
     @property
@@ -135,12 +135,12 @@ class Task:
 
     @property
     def interactive(self) -> bool:
-        """Whether a completion has several turns."""
+        """True if a completion has several turns."""
         return bool(self.tools or self.environment_factory)
 
     @property
     def hub_dataset(self) -> str | None:
-        """What a card may link to."""
+        """Hub id for a card's link, if any."""
         source = self._source()
         return source if isinstance(source, str) else None
 
@@ -156,13 +156,13 @@ class Task:
 
     @property
     def held_out_split(self) -> str | None:
-        """The split of the data set that is measured; `None` where it is a part of the training split."""
+        """Split used for evaluation; `None` for a part of the training split."""
         return self.dataset_test_split if self.test_split_size is None else None
 
     def splits(self) -> tuple[Dataset, Dataset]:
         """(training, held-out) problems with their prompts."""
         needed = not self.interactive and (self.reward_funcs is None or "correctness_reward" in self.reward_funcs)
-        by_text = needed or self.grader == "exact"  # rewards of one's own may compute with numbers
+        by_text = needed or self.grader == "exact"  # custom rewards may compute with numbers
         as_text = ((self.answer_column,) if self.answer_column else problems.ANSWERS) if by_text else ()
         data = problems.read(self._source(), self.dataset_config, self.folders, as_text)
         parts = problems.held_out(data, self.dataset_train_split, self.dataset_test_split, self.test_split_size)
@@ -184,7 +184,7 @@ class Task:
     def rewards(self) -> list[str | Callable]:
         """The reward functions; reward models stay names."""
         if self.reward_funcs is None and self.environment_factory is not None:
-            return []  # the environment's own
+            return []  # the environment has its own
         named = self.reward_funcs
         if named is None:
             named = list(_OURS) if self.answer_format == "marked" else [_OURS[0]]
@@ -203,15 +203,15 @@ class Task:
         return function_named(name, "reward_funcs", self.folders)
 
     def weights(self) -> list[float] | None:
-        """Of the rewards; the default ones are weighted 1 for the answer and 0.1 for its form."""
+        """Reward weights; defaults: 1 for the answer, 0.1 for its form."""
         if self.reward_weights is not None or self.reward_funcs is not None or self.environment_factory is not None:
             return self.reward_weights
         return [1.0, 0.1][: len(self.rewards())]
 
     def for_trainer(self) -> dict[str, Any]:
-        """Arguments of a TRL trainer: data, rewards, and tools or the environment where there are any."""
+        """Arguments of a TRL trainer: data, rewards, and tools or the environment if any."""
         if self.grader not in (*GRADERS, BY_REWARD):
-            self._grader()  # a name that leads nowhere is said before a model is loaded
+            self._grader()  # raises for an unknown name, before a model is loaded
         train, test = self.splits()
         arguments: dict[str, Any] = {"reward_funcs": self.rewards(), "train_dataset": train, "eval_dataset": test}
         if self.tools:
@@ -224,7 +224,7 @@ class Task:
         """The tokenizer with this task's chat template.
 
         Raises:
-            `ValueError`: there is no template, or the tokenizer knows no words, as of a folder without one.
+            `ValueError`: no template, or an empty vocabulary, as of a folder without a tokenizer.
         """
         if self.chat_template_path is not None:
             file = found(self.chat_template_path, self.folders) or Path(self.chat_template_path)
@@ -243,14 +243,14 @@ class Task:
         return tokenizer
 
     def graded(self, problems: Dataset) -> bool:
-        """Whether completions are compared with references; otherwise a reward says what is right."""
+        """True if completions are compared with references, False if a reward decides."""
         return not self.interactive and self.grader != BY_REWARD and "answer" in problems.column_names
 
     def _grader(self) -> Grader:
         return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
 
     def graded_by(self) -> dict[str, Any]:
-        """How [`verdicts`] decides: the grader, one of one's own with its source, and the answer's format."""
+        """Settings of [`verdicts`]: the grader, a custom one with its source, and the answer's format."""
         compare = self._grader()
         known = next((name for name, each in GRADERS.items() if each is compare), None)
         return {
@@ -260,13 +260,13 @@ class Task:
         }
 
     def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:
-        """Whether each completion states the reference answer."""
+        """One verdict per completion: it states the reference answer."""
         compare, whole = self._grader(), self.answer_format == "whole"
         pairs = zip(completions, problems["answer"], strict=True)
         return [is_correct(text, gold, compare, whole) for text, gold in pairs]
 
 
-#: fields that a recipe or a command line can say
+#: fields with an option in recipes and on the command line
 PARSED = {each.name: each for each in dataclasses.fields(Task) if "parsed" in each.metadata}
 
 
@@ -274,7 +274,7 @@ def _argument(name: str, help: str, kind: Any, default: Any = None) -> tuple[str
     return name, kind, field(default=default, metadata={"help": help})
 
 
-#: what a recipe or a command line may say of a task, for `TrlParser`; each replaces what the file says
+#: options of a task for `TrlParser`; each overrides the task file
 TaskArguments = dataclasses.make_dataclass(
     "TaskArguments",
     [

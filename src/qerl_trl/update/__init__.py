@@ -1,1 +1,1 @@
-"""The training step's speed: what is computed in a forward and a backward, each fast path beside its reference."""
+"""A fast training step: forward and backward, each fast path next to its reference."""

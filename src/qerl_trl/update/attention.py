@@ -1,16 +1,16 @@
 """Attention over a packed row: sequences one after the other, each token attending to its own sequence only.
 
-One function, registered with transformers under [`NAME`] and set once on the trainer's model. It is told of sequences by arguments of the
-model's call ([`Segments`]), which transformers passes on to every attention layer, also in a recomputation. Without them (generation,
-evaluation, pictures) it is transformers' `sdpa`, with the same masks.
+One function, registered with transformers under [`NAME`] and set once on the trainer's model. Arguments of the model's
+call ([`Segments`]) describe the sequences; transformers passes them to every attention layer, also in a recomputation.
+Without them (generation, evaluation, pictures) it is transformers' `sdpa`, with the same masks.
 
-    Segment s asks with queries cu_q[s]..cu_q[s+1] and may look at keys cu_k[s]..cu_k[s+1]; both end with the same token, so query i of
+    Segment s has queries cu_q[s]..cu_q[s+1] and keys cu_k[s]..cu_k[s+1], both ending with the same token, so query i of
     n_q sees keys up to i + n_k - n_q ("bottom right" causal), with a sliding window of W only the last W of them.
 
-**Shared beginnings.** The keys of a segment need not be its own: `keys` says for every key of every segment which token of the row it is.
-So a prompt that many completions share is computed once, and read by all of them (see packing.py, which builds the row).
+**Shared prompts.** A segment may read keys of other segments: `keys` has the token in the row of each key. A prompt
+shared by many completions is computed once, and read by all of them (packing.py builds the row).
 
-[`reference`] is the definition, in plain PyTorch; on a GPU `torch.nn.attention.varlen` computes it without masks or padding.
+[`reference`] is the definition, in PyTorch; on a GPU `torch.nn.attention.varlen` computes it without masks or padding.
 
 Shapes: T tokens of a row, K keys, S segments, H query heads, G key and value heads, D head size.
 """
@@ -30,25 +30,25 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "qerl_varlen"
-#: whether this PyTorch's function has a flag for grouped heads. Without it (2.11) it takes them as they are
+#: whether this PyTorch's function has a flag for grouped heads; 2.11 takes them without one
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-#: head sizes that PyTorch's flash attention takes
+#: largest head size of PyTorch's flash attention
 _LARGEST_HEAD = 256
 
 _in_packed_call: ContextVar[bool] = ContextVar("in_packed_call", default=False)
-#: tokens of the longest sequence there will be, in a trial
+#: tokens of the longest sequence to come, during a trial
 _in_trial: ContextVar[float | None] = ContextVar("in_trial", default=None)
 
 
 class CannotPack(Exception):
-    """What an attention layer wants that a packed row cannot give."""
+    """Unsupported by attention over a packed row."""
 
 
 class Segments(NamedTuple):
-    """What a model's call is told of its row; the first four by transformers' own names.
+    """Description of a row for a model's call; the first four have transformers' own names.
 
-    `cu_seq_lens_q`, `cu_seq_lens_k`: (S + 1,) int32, where each segment's queries and keys begin. `max_length_q`, `max_length_k`: no
-    segment is longer. `packed_keys`: (K,) int64, the token that each key is, or `None` where keys are the row's own tokens.
+    `cu_seq_lens_q`, `cu_seq_lens_k`: (S + 1,) int32, starts of each segment's queries and keys. `max_length_q`,
+    `max_length_k`: upper bounds of segment lengths. `packed_keys`: (K,) int64, token of each key; `None`: the row's.
     """
 
     cu_seq_lens_q: torch.Tensor
@@ -60,7 +60,7 @@ class Segments(NamedTuple):
 
 @contextmanager
 def packed_call() -> Iterator[None]:
-    """In the block models make no mask: their call is given [`Segments`]."""
+    """Models make no mask in this block: their call has [`Segments`]."""
     token = _in_packed_call.set(True)
     try:
         yield
@@ -70,10 +70,10 @@ def packed_call() -> Iterator[None]:
 
 @contextmanager
 def trial(longest: int | None = None) -> Iterator[None]:
-    """In the block a packed call's mask with a window is [`_Window`], which shows a layer that has its window from the mask alone.
+    """In this block, masks with a window are [`_Window`], to detect layers with a window in their mask only.
 
     Args:
-        longest: tokens of the longest sequence that will be packed, beyond which no window acts; not known by default.
+        longest: tokens of the longest sequence to pack, the limit for windows; unknown by default.
     """
     token = _in_trial.set(math.inf if longest is None else longest)
     try:
@@ -83,11 +83,11 @@ def trial(longest: int | None = None) -> Iterator[None]:
 
 
 class _Window(torch.Tensor):
-    """In place of a mask in a trial: the number of keys that a query sees."""
+    """Replaces a mask in a trial: the number of keys seen by a query."""
 
 
 def register() -> None:
-    """Make [`NAME`] known to transformers. It changes nothing for a model that does not ask for it."""
+    """Register [`NAME`] with transformers. Other models are unaffected."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _mask)
 
@@ -123,7 +123,7 @@ def attention(
         (1, T, H, D), and no weights.
 
     Raises:
-        [`CannotPack`]: the row is packed and the layer wants a mask, dropout, a bias, sinks, or another direction than causal.
+        [`CannotPack`]: a packed row with a mask, dropout, a bias, sinks, or non-causal attention.
     """
     if cu_seq_lens_q is None:
         own = query, key, value, attention_mask, dropout, scaling
@@ -141,7 +141,7 @@ def attention(
 
 
 def _why_not(module: Any, mask: torch.Tensor | None, dropout: float, asked: dict[str, Any]) -> str | None:
-    """What a layer asks of a packed row that it cannot give."""
+    """The layer's request that a packed row cannot meet."""
     if isinstance(mask, _Window):
         if asked.get("sliding_window") != int(mask):
             return "its layers have their sliding window from the attention mask alone"
@@ -159,7 +159,7 @@ def _why_not(module: Any, mask: torch.Tensor | None, dropout: float, asked: dict
 
 
 class _Gather(torch.autograd.Function):
-    """`rows[index]`; the gradients of a row that is read often are added in float32."""
+    """`rows[index]`; gradients of repeatedly read rows are added in float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ def reference(
 
     Args:
         q: (T, H, D). k, v: (K, G, D). cu_q, cu_k, max_q, max_k: see [`Segments`].
-        scale: of the scores, D^-0.5 by default. window: keys that a query sees at most, itself included.
+        scale: of the scores, D^-0.5 by default. window: maximum keys per query, itself included.
 
     Returns:
         (T, H, D of v).
@@ -209,7 +209,7 @@ def reference(
 
 
 def fast_kernel_is_missing(device: torch.device) -> str | None:
-    """Why attention over a packed row would be slow or impossible here; `None` where it is fast."""
+    """Why attention over a packed row would be slow or impossible on `device`; `None` if it is fast."""
     if device.type != "cuda":
         return f"there is no fast kernel for it on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -222,7 +222,7 @@ def _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale=None, window=None) -> torch
     """[`reference`] with `torch.nn.attention.varlen.varlen_attn`, in bfloat16 or float16.
 
     Raises:
-        [`CannotPack`]: head sizes or numbers that this PyTorch's kernel does not take.
+        [`CannotPack`]: head sizes or dtypes unsupported by this PyTorch's kernel.
     """
     size = q.shape[-1]
     dtype = v.dtype

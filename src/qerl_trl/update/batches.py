@@ -1,22 +1,22 @@
-"""Which completions share a micro-batch, and which micro-batches share a pass over the model.
+"""Assign completions to micro-batches, and micro-batches to passes over the model.
 
-**Dealing.** TRL shuffles a rollout and cuts it into micro-batches of equal numbers of completions. Their gradients are added, so within one
-optimizer step the order is free. [`deal`] brings completions of one prompt together (the prompt is then computed once, row.py) and evens out the
-tokens of the micro-batches, since the largest sets the peak of memory; the largest comes first, on every process, so that processes that
-wait for each other wait little. Which completions belong to which optimizer step stays TRL's shuffle. No random number is drawn.
+**Dealing.** TRL shuffles a rollout and cuts it into micro-batches of equal numbers of completions. Their gradients are
+added, so their order within an optimizer step is free. [`deal`] groups completions of one prompt (then computed once,
+row.py) and balances the tokens of the micro-batches, as the largest sets the peak of memory. The largest comes first on
+every process, so processes wait little for each other. Optimizer steps stay TRL's shuffle. No random number is drawn.
 
-**Joining.** Passes of a few tokens cost much: each decodes the weights, casts the adapter and launches every kernel. With [`TokenBudget`] the
-first micro-batch of a group computes the log-probabilities of all of them in one packed row, of no more tokens than the memory plan counts for
-one micro-batch. Each micro-batch's loss is TRL's own, in its own `training_step`, with its own normaliser, metrics and gradient accumulation: it
-takes its lines of the joint log-probabilities, cut off from the model. Its backward leaves a gradient there, and the backward of the group's last
-micro-batch takes all of them through the model at once. Gradients are the sums that they were, added in another order. Not with DeepSpeed,
-whose backward wants every micro-batch for itself. With several processes the last micro-batch of an optimizer step, which exchanges gradients,
-stays alone; and all processes form the same groups, of the largest that any of them has.
+**Joining.** Short passes are expensive: each decodes the weights, casts the adapter and launches every kernel. With
+[`TokenBudget`] the first micro-batch of a group computes the log-probabilities of all of them in one packed row, within
+the memory plan's tokens of one micro-batch. Each micro-batch has TRL's own loss, `training_step`, normaliser, metrics
+and gradient accumulation, on its lines of the joint log-probabilities, detached from the model. Its backward leaves a
+gradient there; the backward of the group's last micro-batch takes all of them through the model at once. Gradients are
+the same sums, in another order. DeepSpeed needs a backward per micro-batch, so it is excluded. With several processes
+the last micro-batch of an optimizer step, which exchanges gradients, stays alone; all processes form the same groups.
 
-**Longest pass.** torch's allocator keeps freed blocks and gives them to requests that are no larger. Rows have another length each time, so the
-blocks of all shorter rows are too small for a longer one, which takes the memory of its largest tensors anew: ragged completions of 7B reserved
-half as much again as they allocated (`ours-7b-ragged` in benchmarks/results/step_h200.json), more than the plan has for pieces. A
-shorter row takes the blocks of the longest. So [`LongestPass`] empties the cache before each new longest row, about ln(n) times in n passes.
+**Longest pass.** torch's allocator reuses freed blocks only for requests of at most their size. Rows differ in length,
+so a longer row cannot use the blocks of shorter ones and allocates again: ragged completions of 7B reserved half as
+much again as they allocated (`ours-7b-ragged` in benchmarks/results/step_h200.json), beyond the plan's slack. So
+[`LongestPass`] empties the cache before each new longest row, about ln(n) times in n passes.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,16 @@ from . import row
 
 #: log-probabilities (B, L), entropies (B, L) or None, load balance
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-#: the result of any lines of `input_ids` and `attention_mask`, (B, W)
+#: from lines of `input_ids` and `attention_mask`, (B, W)
 Compute = Callable[[torch.Tensor, torch.Tensor], Result]
 
 
 def order_is_free(of: Any) -> bool:
-    """Whether a loss is the same however the completions of a step are dealt: not where a micro-batch is its own measure, by its count of
-    tokens (`"bnpo"`), by a quantile of its entropies, by their mean, or by the load of experts.
+    """Whether a loss is independent of the completions' order within a step: not if a micro-batch is normalised by its
+    own token count (`"bnpo"`), entropy quantile, mean entropy, or load of experts.
 
     Args:
-        of: a trainer, or its settings. RLOO has only some of the fields, and settings do not know of experts.
+        of: a trainer, or its settings. RLOO has only some of the fields; settings do not know of experts.
     """
     said = vars(of)
     own_entropies = said.get("top_entropy_quantile", 1.0) < 1.0 or said.get("entropy_coef", 0.0) != 0.0
@@ -47,8 +47,8 @@ def order_is_free(of: Any) -> bool:
 
 
 def optimizer_steps(batches: list[dict[str, Any]], per_step: int) -> list[slice]:
-    """The micro-batches of each optimizer step of a rollout, `per_step` of them; [] where each stays as TRL made it: with another rhythm than
-    that of the rollouts, or with pictures."""
+    """The micro-batches of each optimizer step of a rollout, `per_step` of them; [] to keep TRL's own: if steps and
+    rollouts do not align, or with pictures."""
     count = len(batches)
     another_rhythm = count % per_step and per_step % count
     if another_rhythm or any(key in batches[0] for key in ("pixel_values", "num_images")):
@@ -58,11 +58,11 @@ def optimizer_steps(batches: list[dict[str, Any]], per_step: int) -> list[slice]
 
 
 def deal(batches: list[dict[str, Any]], per_step: int) -> list[dict[str, Any]]:
-    """The micro-batches of a rollout, dealt again within each optimizer step.
+    """Redistribute a rollout's completions over the micro-batches of each optimizer step.
 
     Args:
         batches: TRL's, each a dictionary of tensors and lists with one entry per completion, or one value for all.
-        per_step: micro-batches per optimizer step. Where [`optimizer_steps`] has none, nothing changes.
+        per_step: micro-batches per optimizer step. Unchanged if [`optimizer_steps`] is empty.
     """
     steps = optimizer_steps(batches, per_step)
     return [batch for step in steps for batch in _dealt(batches[step])] if steps else batches
@@ -96,14 +96,14 @@ def _dealt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assign(prompts: list[tuple[int, ...]], lengths: list[int], size: int) -> list[list[int]]:
-    """Completions to micro-batches of `size` each.
+    """Assign completions to micro-batches of `size` each.
 
     Args:
-        prompts, lengths: of each completion, the prompt's tokens and how many tokens follow.
+        prompts, lengths: tokens of each completion's prompt, and number of completion tokens.
 
     Returns:
-        Lines of each micro-batch, the one with the most tokens to compute first. Greedy: the largest unfinished group goes to the
-        micro-batch with the fewest tokens that has places for all of it, or is cut where none has.
+        Lines of each micro-batch, the one with the most tokens to compute first. Greedy: the largest remaining group
+        goes to the least loaded micro-batch with room for all of it, or is cut if none has.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for line, prompt in enumerate(prompts):
@@ -133,7 +133,7 @@ def assign(prompts: list[tuple[int, ...]], lengths: list[int], size: int) -> lis
 
 
 def _parts(lines: list[int], lengths: list[int], size: int) -> list[list[int]]:
-    """A group that is larger than a micro-batch, cut into as few parts as fit, of about equal tokens."""
+    """Split a group larger than a micro-batch into as few parts as possible, of about equal tokens."""
     count = -(-len(lines) // size)
     parts: list[list[int]] = [[] for _ in range(count)]
     for line in sorted(lines, key=lambda line: (-lengths[line], line)):
@@ -142,11 +142,8 @@ def _parts(lines: list[int], lengths: list[int], size: int) -> list[list[int]]:
     return parts
 
 
-# --- several micro-batches in one pass --------------------------------------------------------------------------------------------
-
-
 class _Last(torch.autograd.Function):
-    """The lines of a group's last micro-batch; their gradient brings along what the earlier ones have left at theirs."""
+    """The lines of a group's last micro-batch; their gradient includes the gradients left by the earlier ones."""
 
     @staticmethod
     def forward(ctx: Any, group: "_Group", *joint: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -163,7 +160,7 @@ class _Last(torch.autograd.Function):
 
 @dataclass
 class _Group:
-    """Micro-batches `first` to `last` of a rollout, and what was computed for them: log-probabilities and entropies of all their lines."""
+    """Micro-batches `first` to `last` of a rollout, and the log-probabilities and entropies of all their lines."""
 
     first: int
     last: int
@@ -177,7 +174,7 @@ class _Group:
 
 
 class TokenBudget:
-    """Which micro-batches of a trainer share a pass, and their joint log-probabilities."""
+    """The groups of micro-batches with a shared pass, and their joint log-probabilities."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -190,8 +187,8 @@ class TokenBudget:
 
         Args:
             batches: its micro-batches, as TRL buffers them.
-            share: whether equal prompts of a row are computed once.
-            free: whether the micro-batches of an optimizer step may be put in another order. One process then puts those of one prompt together.
+            share: compute equal prompts of a row once.
+            free: the order within an optimizer step may change. A single process then groups micro-batches by prompt.
 
         Returns:
             The micro-batches, perhaps in another order within each optimizer step.
@@ -208,7 +205,7 @@ class TokenBudget:
             order = [index for step in steps for index in _by_prompt(sequences, step.start, step.stop)]
             batches, sequences = [batches[i] for i in order], [sequences[i] for i in order]
         sizes: list[list[int]] = []
-        if not one_process:  # of each micro-batch, the largest tokens and keys that any process has there
+        if not one_process:  # the largest tokens and keys of each micro-batch over all processes
             own = torch.tensor([_size(lines, share) for lines in sequences], device=trainer.accelerator.device)
             sizes = trainer.accelerator.gather(own[None]).amax(0).tolist()
 
@@ -219,7 +216,7 @@ class TokenBudget:
             return sum(tokens), sum(keys)
 
         for step in steps:
-            # with several processes the one in which gradients are exchanged stays alone
+            # with several processes, the micro-batch with the gradient exchange stays alone
             first, end = step.start, step.stop - (0 if one_process else 1)
             while first < end:
                 last = first
@@ -230,7 +227,7 @@ class TokenBudget:
         return batches
 
     def _limits(self) -> tuple[int, int] | None:
-        """Tokens and keys of one pass, as the memory plan counts them for one micro-batch; `None` where none is to be shared."""
+        """Tokens and keys of one pass, by the memory plan's count for one micro-batch; `None` to share none."""
         trainer, plan = self._trainer, self._trainer.memory_plan
         if plan is None or trainer.is_deepspeed_enabled:
             return None
@@ -238,7 +235,7 @@ class TokenBudget:
         return work.tokens, work.keys
 
     def logps(self, compute: Compute, input_ids: torch.Tensor, width: int) -> Result | None:
-        """Of the micro-batch of this step, from its group's pass; `None` where it has a pass of its own.
+        """Log-probabilities of this step's micro-batch from its group's pass; `None` if it has its own pass.
 
         Args:
             input_ids: (B, W) of this micro-batch. width: columns of its completions.
@@ -255,7 +252,7 @@ class TokenBudget:
         assert group is not None
         here = slice(group.line, group.line + len(input_ids))
         if (group.first, group.last) != (first, last) or not torch.equal(group.ids[here], input_ids):
-            return None  # of other tokens than were sampled: `stepped` sees that the group is not done
+            return None  # other tokens than the sampled ones: `stepped` raises
         group.line = here.stop
         if index == last:
             return self._last(group)
@@ -268,7 +265,7 @@ class TokenBudget:
         return logps, entropies, None
 
     def _is_short_step(self) -> bool:
-        """Whether this optimizer step, the last of an epoch, has fewer micro-batches and could end within a group."""
+        """Whether this optimizer step, an epoch's last, has fewer micro-batches and could end within a group."""
         return self._trainer.current_gradient_accumulation_steps != self._trainer.args.gradient_accumulation_steps
 
     def _begin(self, compute: Compute, first: int, last: int, input_ids: torch.Tensor, width: int) -> bool:
@@ -293,7 +290,7 @@ class TokenBudget:
         return logps, entropies, None
 
     def stepped(self) -> None:
-        """After each `training_step`.
+        """Call after each `training_step`.
 
         Raises:
             `RuntimeError`: an optimizer step would miss the gradients of a group.
@@ -305,8 +302,8 @@ class TokenBudget:
             self._open = None
         elif group.line == len(group.ids) or self._trainer.accelerator.sync_gradients:
             raise RuntimeError(
-                f"Micro-batches {group.first} to {group.last} are computed in one pass, and their losses are not of its log-probabilities. With such a "
-                "loss set padding_free=False."
+                f"Micro-batches {group.first} to {group.last} are computed in one pass, and their losses are not of "
+                "its log-probabilities. With such a loss set padding_free=False."
             )
 
 
@@ -319,7 +316,7 @@ def _sequences(batch: dict[str, Any]) -> list[row.Sequence]:
 
 
 def _by_prompt(sequences: list[list[row.Sequence]], start: int, end: int) -> list[int]:
-    """Micro-batches `start` to `end`, those whose first prompt is equal after each other, otherwise in their order."""
+    """Micro-batches `start` to `end`, grouped by their first prompt, otherwise in their order."""
     places: dict[bytes, int] = {}
     for index in range(start, end):
         places.setdefault(sequences[index][0].key, index)
@@ -327,7 +324,7 @@ def _by_prompt(sequences: list[list[row.Sequence]], start: int, end: int) -> lis
 
 
 def _size(sequences: list[row.Sequence], share: bool) -> tuple[int, int]:
-    """Tokens to compute, and keys to attend to, of one row of these."""
+    """Tokens to compute, and keys to attend to, of one row of these sequences."""
     seen: set[bytes] = set()
     tokens = keys = 0
     for sequence in sequences:
@@ -338,13 +335,13 @@ def _size(sequences: list[row.Sequence], share: bool) -> tuple[int, int]:
 
 
 class LongestPass:
-    """The most tokens that went through a model forward and backward at a time."""
+    """The most tokens in one forward and backward pass so far."""
 
     def __init__(self) -> None:
         self.tokens = 0
 
     def begin(self, tokens: int, device: torch.device) -> None:
-        """Before a forward pass of so many tokens, with or without gradients: nothing is kept of one without."""
+        """Call before a forward pass of `tokens`; one without gradients is ignored."""
         if not torch.is_grad_enabled() or tokens <= self.tokens:
             return
         self.tokens = tokens

@@ -1,24 +1,24 @@
-"""Regional torch.compile: the decoder layers of the trainer's model as one compiled function, which all of them share.
+"""Regional torch.compile: one compiled function shared by all decoder layers of the trainer's model.
 
-Half of an update in eager mode is not arithmetic: casts, additions and copies around LoRA, norms, rotary embedding and SwiGLU, each a kernel
-that reads and writes the whole activation. Inductor makes a few of them, forward and backward. A layer at a time, because the layers are
-alike: what is compiled for the first serves all, and hidden-state hooks and FSDP 2 stay outside, around it.
+Half of an update in eager mode is not arithmetic: casts, additions and copies around LoRA, norms, rotary embedding and
+SwiGLU, each a kernel over the whole activation. Inductor fuses them, forward and backward. Compilation is per layer, as
+all layers are alike: one compilation serves all, and hidden-state hooks and FSDP 2 stay outside, around it.
 
     layer(...)  ->  _Forward  ->  the compiled function      training mode, no key/value cache
-                              ->  the layer's own forward    generation, evaluation, after a failure (said once)
+                              ->  the layer's own forward    generation, evaluation, after a failure (logged once)
 
-- **Lengths.** Batch and sequence dimensions are symbolic from the first call on, so a new length compiles nothing.
-- **Recomputation inside.** A layer that keeps nothing but its input (`CompiledLayers.recompute`) recomputes within its backward function, and
-  there only what the gradients need (`layer_function.py`).
-- **One graph for all passes.** A forward without gradient (old log-probabilities) runs the same graph as the update and drops what it saved,
-  so both give the same bits, as eager code does, and half is compiled.
-- **Gated delta nets** stay as they are, beside layers of attention that are compiled: transformers' own code for them has a loop over the chunks of a
-  sequence, of which the compiler would make a graph of minutes for each length, and flash-linear-attention's kernels are none that it can see into.
-- **Noise** (`noise/hooks.py`) is laid on the norms' weights around the compiled function; a new draw is new values of the same inputs.
-- **Same bits again.** Nothing is chosen by timing (`layer_function.py`), and `warm_up` compiles on shapes that the settings alone decide, so a resumed run
-  computes what the uninterrupted one would have.
+- **Lengths.** Batch and sequence dimensions are symbolic from the first call, so a new length compiles nothing.
+- **Recomputation inside.** A layer with checkpointing (`CompiledLayers.recompute`) recomputes within its backward
+  function, and only the needs of the gradients (`layer_function.py`).
+- **One graph for all passes.** A forward without gradient (old log-probabilities) runs the update's graph and drops its
+  saved tensors, so both give the same bits, as in eager mode, at half the compilation.
+- **Gated delta nets** stay eager next to compiled attention layers: transformers' code for them loops over the chunks
+  of a sequence, minutes of compilation per length, and flash-linear-attention's kernels are opaque to the compiler.
+- **Noise** (`noise/hooks.py`) is added to the norms' weights around the compiled function, as other values of inputs.
+- **Reproducible.** No kernel is chosen by timing (`layer_function.py`), and the shapes in `warm_up` depend on the
+  settings alone, so a resumed run gives the same bits as an uninterrupted one.
 
-Nothing of torch's global state is changed; other compiled code in the process (vLLM's) has its own functions and its own limits.
+torch's global state is unchanged; other compiled code in the process (vLLM's) has its own functions and limits.
 """
 
 import hashlib
@@ -49,18 +49,18 @@ from .packing import Packing
 
 logger = logging.getLogger(__name__)
 
-#: arguments by which layers get a cache of keys, values or states
+#: arguments with a cache of keys, values or states
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 #: tokens per sequence of the warm-up, at most
 _LONGEST = 1024
 
 
 class CompiledLayers:
-    """What `compile_layers` made of a model.
+    """A model's compiled layers.
 
     Args:
-        layers: decoder layers, in the order in which they run.
-        left: which of them stay as they are.
+        layers: decoder layers, in forward order.
+        left: indices of layers without compilation.
         norm: the norm after them, or None.
         backend: of torch.compile.
         deterministic: False lets inductor choose kernels by timing them.
@@ -76,7 +76,7 @@ class CompiledLayers:
     ) -> None:
         self.layers, self.norm = layers, norm
         self.rehearsing: str | None = None  # in `warm_up`: "clean" or "noisy"
-        # the latest layer; the norm after the layers has no argument that tells generation from an update
+        # of the latest layer: the final norm has no argument to tell generation from an update
         self.ran_compiled = False
         functions: dict[Callable, LayerFunction] = {}
         self.forwards: list[_Forward] = []
@@ -89,24 +89,24 @@ class CompiledLayers:
 
     @property
     def failed(self) -> bool:
-        """Whether no layer runs compiled any more."""
+        """Whether all layers have fallen back to eager mode."""
         return all(forward.function.failed for forward in self.forwards if not forward.is_norm)
 
     def give_up(self, reason: str) -> None:
-        """Eager mode from here on, for all of them."""
+        """Fall back to eager mode for all layers."""
         for forward in self.forwards:
             if not forward.function.failed:
                 forward.function.give_up(forward.module, reason)
 
     def recompute(self, layers: Iterable[nn.Module]) -> None:
-        """Let these layers, and no others, keep nothing but their input for the backward pass, compiled or not. Where transformers' switch
-        (`layer.gradient_checkpointing`) is on, nothing is recomputed inside."""
+        """Checkpoint exactly these layers, compiled or not: they keep only their input for the backward pass. With
+        transformers' switch on (`layer.gradient_checkpointing`), nothing is recomputed inside."""
         wanted = {id(layer) for layer in layers}
         for forward in self.forwards:
             forward.recomputes = id(forward.module) in wanted
 
     def remove(self) -> None:
-        """Give the layers their own forward back."""
+        """Restore the layers' own forward."""
         for forward in self.forwards:
             if vars(forward.module).get("forward") is forward:
                 del forward.module.forward
@@ -122,18 +122,18 @@ class CompiledLayers:
 
 
 def _without_checkpoint(forward: Callable) -> Callable:
-    """A layer class's forward without the checkpoint that newer transformers put around it, which would become part of the compiled function."""
+    """A layer class's forward without newer transformers' checkpoint around it, which must not be compiled."""
     checkpoint_of = GradientCheckpointingLayer.__module__
     return inspect.unwrap(forward, stop=lambda each: each.__globals__["__name__"] != checkpoint_of)
 
 
 class _Forward:
-    """Stands before a module's own forward and chooses. Not part of a copy or a pickle: they get the module's own."""
+    """Wraps a module's forward and dispatches. Copies and pickles get the module's own forward."""
 
     def __init__(self, owner: CompiledLayers, module: nn.Module, function: LayerFunction, left: bool) -> None:
         self.owner, self.module, self.function, self.left = owner, module, function, left
         self.own = type(module).forward
-        self.checkpoints = self.own is not function.eager  # itself, where transformers' switch is on
+        self.checkpoints = self.own is not function.eager  # by itself, with transformers' switch on
         self.is_norm = module is owner.norm
         self.recomputes = False
         self.parts = [part for part in module.modules() if not any(part.children())]
@@ -141,7 +141,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         around = not self.is_norm and self.module.gradient_checkpointing
         if around and self.checkpoints and self.module.training:
-            if _with_cache(kwargs):  # which transformers' own takes away
+            if _with_cache(kwargs):  # removed by transformers' own checkpoint
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self._around(args, kwargs)
         if around or not self.recomputes or not self.module.training or _with_cache(kwargs):
@@ -151,7 +151,7 @@ class _Forward:
         return self._around(args, kwargs)
 
     def _around(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Recompute all that the layer computes."""
+        """Recompute the whole layer."""
         checkpointed = getattr(self.module, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False))
         return checkpointed(partial(self._run, False, **kwargs), *args)
 
@@ -162,7 +162,7 @@ class _Forward:
         name = None if args else next(iter(kwargs))
         hidden = args[0] if name is None else kwargs[name]
         graded = torch.is_grad_enabled()
-        if not (graded and hidden.requires_grad):  # one graph, whether or not a gradient is wanted here
+        if not (graded and hidden.requires_grad):  # one graph, with or without a gradient
             hidden = hidden.detach().requires_grad_()
         given = ((hidden, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: hidden})
         try:
@@ -184,7 +184,7 @@ class _Forward:
     def _compiles(self, kwargs: Mapping[str, Any]) -> bool:
         if self.left or self.function.failed or not self.module.training or torch.is_inference_mode_enabled():
             return False
-        if torch.compiler.is_compiling():  # somebody compiles the whole model
+        if torch.compiler.is_compiling():  # of the whole model, by the user
             return False
         if self.is_norm:
             return self.owner.ran_compiled
@@ -213,7 +213,7 @@ def _bound(function: Callable, module: nn.Module) -> MethodType:
 
 
 def _said(error: Exception) -> str:
-    """The kind of an error and its first words: the compiler's go on for pages."""
+    """The type of an error and its first words: the compiler's messages have pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
 
@@ -225,8 +225,8 @@ def _detached(value: Any) -> Any:
 
 
 def _mark_dynamic(arguments: Any) -> None:
-    """Batch and sequence dimensions of what layers are given: (B, S, ...) activations and rotary tables, (B, 1, S, S) masks, (B, S) or
-    (3, B, S) positions, (n,) sequence boundaries. A dimension of 1 stays 1."""
+    """Mark batch and sequence dimensions of layer inputs: (B, S, ...) activations and rotary tables, (B, 1, S, S)
+    masks, (B, S) or (3, B, S) positions, (n,) sequence boundaries. A dimension of 1 stays 1."""
     for tensor in tensors(arguments):
         if tensor.ndim == 4:
             dims: tuple[int, ...] = (0, 2, 3)
@@ -239,11 +239,8 @@ def _mark_dynamic(arguments: Any) -> None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-# --- which layers -----------------------------------------------------------------------------------------------------------------
-
-
 def why_not(model: nn.Module) -> str | None:
-    """Why the layers of a causal language model, bare or in PEFT, cannot be compiled one by one; None where they can."""
+    """Why the layers of a causal language model, bare or in PEFT, cannot be compiled one by one; None if they can."""
     layers = decoder_layers(model)
     if not layers:
         return f"{type(decoder_of(model)).__name__} has no list of layers of the kind that transformers checkpoints"
@@ -252,8 +249,7 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: bool = True) -> CompiledLayers:
-    """Run the decoder layers of `model`, and the norm after them, compiled when it trains; towers of other modalities are left alone. Nothing is
-    compiled before the first call."""
+    """Compile the text decoder layers of `model` and the final norm for training, at the first call."""
     named = [child for name, child in decoder_of(model).named_children() if "norm" in name.lower()]
     norms = [child for child in named if not any(child.children()) and "forward" not in vars(child)]
     left = delta_net_layers(base_of(model).config)
@@ -261,7 +257,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: b
 
 
 def reason_against(trainer: OnlineTrainer) -> str | None:
-    """Why this run's layers are not compiled; None where they are. `compile_layers=True` compiles them on any device."""
+    """Why this run's layers are not compiled; None if they are. `compile_layers=True` compiles on any device."""
     if trainer.args.torch_compile:
         return "torch_compile=True compiles the whole model"
     plugin = trainer.accelerator.state.deepspeed_plugin
@@ -273,9 +269,6 @@ def reason_against(trainer: OnlineTrainer) -> str | None:
     return why_not(trainer.accelerator.unwrap_model(trainer.model))
 
 
-# --- the start --------------------------------------------------------------------------------------------------------------------
-
-
 def warm_up(
     compiled: CompiledLayers,
     model: nn.Module,
@@ -285,15 +278,15 @@ def warm_up(
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     packed: Packing | None = None,
 ) -> None:
-    """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, the first of them padded.
+    """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, one padded.
 
-    Adds nothing to gradients and leaves random states and training flags as they were. Where each further length makes a further graph, the layers
-    run in eager mode from here on. Of several processes one compiles at a time, so that the others find its code in inductor's cache.
+    Gradients, random states and training flags are unchanged. If each length needs a new graph, the layers fall back to
+    eager mode. One process compiles at a time; the others find its code in inductor's cache.
 
     Args:
         noisy: also compile for noise on the norms in training.
         autocast: as in training.
-        packed: where it is on, the sequences come as one row, as in training.
+        packed: if on, the sequences come as one row, as in training.
     """
     base = base_of(model)
     device = next(base.get_input_embeddings().parameters()).device
@@ -301,7 +294,7 @@ def warm_up(
     flags = {module: module.training for module in model.modules()}
     in_rows = packed is not None and packed.on
     inputs = packed.examples(batch, length) if packed is not None and in_rows else _padded(batch, length, device)
-    # what inductor keeps on disk is of one device with its index: only processes that call theirs by the same one have anything to wait for
+    # inductor's cache is per device index: only processes with the same one wait for each other
     same = f"{base.config.to_json_string()} {device} {batch} {length} {noisy} {in_rows}"
     turn = _taking_turns(same, f"the layers of {type(base).__name__} for updates on {device}")
     try:
@@ -321,17 +314,17 @@ def warm_up(
 
 
 def _taking_turns(same: str, what: str) -> AbstractContextManager:
-    """One process at a time, of those that compile the same; where our kernels cannot be imported, all at once."""
+    """One process at a time, among those with the same compilation; all at once if our kernels cannot be imported."""
     try:
         from qerl_nvfp4.turns import one_process_at_a_time
-    except ImportError:  # nvfp4/linear.py says it
+    except ImportError:  # reported by nvfp4/linear.py
         return nullcontext()
     name = f"qerl-update-{hashlib.blake2b(same.encode(), digest_size=8).hexdigest()}"
     return one_process_at_a_time(cache_dir(), name, what, partial(print, flush=True))
 
 
 def _padded(batch: int, length: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Inputs of a decoder. A mask whose size is no multiple of 16 may need another graph; the third length and the fourth need none."""
+    """Inputs of a decoder. A mask size not divisible by 16 may need another graph; the last two lengths need none."""
     made, half = [], max(32, length // 32 * 16)
     for tokens in (max(32, length // 16 * 16), max(32, length // 16 * 16) - 8, half, half - 8):
         ids = torch.ones(batch, tokens, dtype=torch.long, device=device)
@@ -342,7 +335,7 @@ def _padded(batch: int, length: int, device: torch.device) -> list[dict[str, tor
 
 
 class WarmUp(TrainerCallback):
-    """Compiles when training starts, with one line that says so."""
+    """Compiles at the start of training, and prints one line."""
 
     def __init__(self, trainer: OnlineTrainer, compiled: CompiledLayers) -> None:
         self._trainer, self._compiled, self._done = trainer, compiled, False
@@ -352,7 +345,7 @@ class WarmUp(TrainerCallback):
             return
         self._done, started, took = True, time.perf_counter(), "in the first step"
         trainer, compiled = self._trainer, self._compiled
-        if not trainer.is_fsdp_enabled:  # its root gathers what is in no layer, in a forward of its own
+        if not trainer.is_fsdp_enabled:  # its root gathers parameters outside of layers, in its own forward
             model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.memory_plan
             length = min((plan.max_model_len if plan is not None else None) or _LONGEST, _LONGEST)
             noisy, autocast = args.aqn and args.aqn_scope == "policy", trainer.accelerator.autocast
@@ -362,7 +355,7 @@ class WarmUp(TrainerCallback):
             except RuntimeError as error:  # of a kernel, or out of memory
                 compiled.give_up(_said(error))
             if args.device.type == "cuda":
-                torch.cuda.empty_cache()  # blocks of these lengths, of which updates of others would make little use
+                torch.cuda.empty_cache()  # blocks of these lengths are of little use to other lengths
             took = f"{time.perf_counter() - started:.1f} s"
         if not compiled.failed and state.is_world_process_zero:
             name, left = type(compiled.layers[0]).__name__, sum(forward.left for forward in compiled.forwards)
@@ -373,10 +366,10 @@ class WarmUp(TrainerCallback):
 
 
 def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
-    """Compile the layers of a trainer's model as its `compile_layers` says.
+    """Compile the layers of a trainer's model according to its `compile_layers`.
 
     Raises:
-        ValueError: `compile_layers=True` in a run where it cannot be.
+        ValueError: `compile_layers=True` in an unsupported run.
     """
     wanted = trainer.args.compile_layers
     if wanted is False:

@@ -1,19 +1,20 @@
-"""The function behind fused LoRA linears: layers that read the same input, forward and backward, dense or packed.
+"""The function behind fused LoRA linears: layers with the same input, forward and backward, dense or packed.
 
     forward     t = x A^T       for all A of the group at once, (M, R)
                 y_i = x W_i^T + b_i + t_i (s_i B_i)^T
     backward    u_i = dy_i (s_i B_i),   dA = u^T x,   dB_i = s_i dy_i^T t_i
                 dx = sum_i dy_i W_i + u A
 
-PEFT's forward of a layer is a cast of x to float32 and back, three products, a scaling and an addition, each a pass over memory; here:
+PEFT's forward casts x to float32 and back, and has three products, a scaling and an addition, each a memory pass; here:
 
-- x A^T reads x once per group. Saved for backward are x, once per group, and t. A packed weight is decoded once per pass.
-- s B is folded when B is cast, which rounds once. Where the decoded weight is written anyway, what is to be added becomes part of the same
-  product, so that neither y nor dx is read and written again: [x | t] [W | s B]^T where y is much wider than x, [dy | u] [W ; A] where dx is
-  wider than dy. Elsewhere the product of B is added in place.
-- A and B are cast in every call, not once per step: two bytes written for four read, 0.1 ms per pass for the 80 million values of a 7B
-  model. A copy that is kept would be stale after an optimizer that writes through pointers (bitsandbytes), FSDP2's gathering, or
-  `.data.copy_`: none of them changes a tensor's version.
+- x A^T reads x once per group. Saved for backward are x, once per group, and t. Packed weights are decoded once per
+  pass.
+- s B is folded into the cast of B, with one rounding. A decoded weight is written anyway, so the added term joins the
+  same product and neither y nor dx is read and written again: [x | t] [W | s B]^T if y is much wider than x, [dy | u]
+  [W ; A] if dx is wider than dy. Otherwise the product of B is added in place.
+- A and B are cast in every call, not once per step: two bytes written for four read, 0.1 ms per pass for the 80 million
+  values of a 7B model. A cached copy would be stale after an optimizer with raw pointers (bitsandbytes), FSDP2's
+  gathering, or `.data.copy_`: none of them changes a tensor's version.
 
 Legend: M tokens, K inputs, N outputs (of all layers of a group together), R the ranks of a group together.
 """
@@ -27,15 +28,12 @@ from torch.nn import functional as F
 
 from ..nvfp4.linear import decode_into
 
-#: the `implementation` of a group whose weights are not packed
+#: the `implementation` of a group with unpacked weights
 DENSE = "dense"
 
 
-# --- the weights of a group -------------------------------------------------------------------------------------------------------
-
-
 class Weights(NamedTuple):
-    """The frozen matrices of a group: dense, or packed with scales, as `NVFP4Linear` holds them. `implementation` is that layer's."""
+    """The frozen matrices of a group: dense, or packed with scales, as in `NVFP4Linear`, also for `implementation`."""
 
     dense: tuple[torch.Tensor, ...]
     packed: tuple[torch.Tensor, ...]
@@ -47,7 +45,7 @@ class Weights(NamedTuple):
 def decoded(
     weights: Weights, dtype: torch.dtype, right: Sequence[torch.Tensor] = (), below: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The packed matrices of a group, decoded beneath each other: (N, K) in `dtype`, with room used for what is multiplied along.
+    """The packed matrices of a group, decoded below each other: (N, K) in `dtype`, plus optional rows and columns.
 
     Args:
         right: one (N_i, r_i) per matrix: block-diagonal in R more columns.
@@ -72,8 +70,8 @@ def decoded(
     return whole
 
 
-# For the compiler one operator that it does not look into. `after` is not read: a decode of the backward pass that depends on nothing of
-# it could be merged with the forward's, and the dense weight be kept from one to the other.
+# Opaque to the compiler. The unused `after` ties a decode to the backward pass: otherwise the compiler may merge it
+# with the forward's, and keep the dense weight between them.
 @torch.library.custom_op("qerl_trl::decoded_group", mutates_args=())
 def _decoded_op(
     packed: list[torch.Tensor],
@@ -106,13 +104,10 @@ def _traced(
     return _decoded_op(packed, block_scale, global_scale, weights.implementation, dtype, list(right), below, after)
 
 
-# --- the function -----------------------------------------------------------------------------------------------------------------
-
-
 def _cast(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], scalings: Sequence[float], dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A's (R, K) beneath each other, and each s B (N_i, r_i); both rounded once to `dtype`."""
+    """A's (R, K) below each other, and each s B (N_i, r_i); both rounded once to `dtype`."""
     scaled = [(p * s if s != 1 else p).to(dtype) for p, s in zip(b, scalings, strict=True)]
     return _joined([p.to(dtype) for p in a], 0), scaled
 
@@ -130,9 +125,9 @@ def _ranks(b: Sequence[torch.Tensor]) -> list[slice]:
 
 
 def _forward(x, a, b, bias, weights: Weights) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(y_i), and what is saved: x and t, or the two side by side and t as a part of it. `a` and `b` are cast.
+    """(y_i), and the saved tensors: x and t, or both in one tensor with t as a view. `a` and `b` are cast.
 
-    The y_i are tensors of their own and no views, because models change theirs in place.
+    The y_i are separate tensors and no views, because models change theirs in place.
     """
     (M, K), columns = x.shape, _ranks(b)
     joined = bool(weights.packed) and sum(p.shape[0] for p in b) >= 2 * K
@@ -169,7 +164,7 @@ def _backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
     return dx.addmm_(u, a)
 
 
-# Under torch.compile these two take their place: nothing in place, and sums left to whatever reads them next.
+# Under torch.compile these two replace them: out of place, so sums fuse with their consumers.
 
 
 def _traced_forward(x, a, b, bias, weights: Weights) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -203,9 +198,9 @@ def _traced_backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
 
 
 class LoraGroup(torch.autograd.Function):
-    """x (M, K) -> (M, N_i) per layer, in x's dtype. Takes scalings and implementation, and then, S of each: A (r_i, K), B (N_i, r_i), biases
-    (N_i,) or None, and the weights: dense, or packed, block scales and global scales. Of A and B alone there is a gradient beside x's.
-    """
+    """x (M, K) -> (M, N_i) per layer, in x's dtype. Takes scalings and implementation, then S of each: A (r_i, K), B
+    (N_i, r_i), biases (N_i,) or None, and the weights: dense, or packed, block scales and global scales.
+    Differentiable: x, A and B."""
 
     @staticmethod
     def forward(ctx: Any, x, scalings, implementation, *tensors):
@@ -216,7 +211,7 @@ class LoraGroup(torch.autograd.Function):
         a16, b16 = _cast(a, b, scalings, x.dtype)
         ys, x, t = forward(x, a16, b16, bias, weights)
         ctx.scalings, ctx.implementation = scalings, implementation
-        # where the two stand side by side, t is a part of x
+        # if both share a tensor, t is a part of x
         ctx.save_for_backward(x, t if x.shape[1] == a[0].shape[1] else None, *a, *b, *tensors[3 * S :])
         return tuple(ys)
 

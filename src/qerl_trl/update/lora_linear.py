@@ -1,14 +1,14 @@
-"""PEFT's LoRA layers, computed in groups that read the same input: q|k|v, gate|up, every other layer alone.
+"""PEFT's LoRA layers, computed in groups with the same input: q|k|v, gate|up, every other layer alone.
 
-PEFT stays the owner. [`fuse`] gives its layers a class with another `forward`; modules, parameters, names and files are the same, and
-whatever is not one plain active adapter runs PEFT's own forward, decided anew in each call. What is computed is in `fused_lora.py`; why the
-groups are what they are, in `nvfp4/architectures.py`.
+PEFT stays the owner. [`fuse`] changes the class of its layers to override `forward`; modules, parameters, names and
+files are unchanged. Anything but one plain active adapter runs PEFT's own forward, decided in each call.
+`fused_lora.py` has the computation, `nvfp4/architectures.py` the reasons for the groups.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def why_not(layer: LoraLayer) -> str:
-    """Why a layer's own forward has to run, whatever the input: "" if it need not, else words for a message."""
+    """Why a layer's own forward has to run for any input, as words for a message; "" if it need not."""
     if type(layer) not in _FUSED and not isinstance(layer, _Fused):
         return f"layers of the class {type(layer).__module__}.{type(layer).__name__}"
     base, active = layer.base_layer, layer.active_adapters
@@ -47,13 +47,13 @@ def why_not(layer: LoraLayer) -> str:
 
 
 def fuses_all(model: nn.Module) -> bool:
-    """Whether [`fuse`] takes every LoRA layer of a model, of which there are some."""
+    """Whether [`fuse`] takes every LoRA layer of a model with at least one."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     return bool(layers) and not any(map(why_not, layers))
 
 
 def _adapter(layer: LoraLayer) -> str | None:
-    """The name of the one plain adapter that this layer adds just now; None: its own forward must run."""
+    """The name of the layer's only active plain adapter; None: its own forward must run."""
     if layer._disable_adapters or layer.merged_adapters or not layer.cast_input_dtype_enabled or why_not(layer):
         return None
     name = layer.active_adapters[0]
@@ -61,12 +61,12 @@ def _adapter(layer: LoraLayer) -> str | None:
         return None
     for module in (layer.base_layer, layer.lora_A[name], layer.lora_B[name]):
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return None  # somebody wants to see, or gather, what passes there
+            return None  # hooks observe, or gather, these tensors
     return name
 
 
 class _Call(NamedTuple):
-    """What a layer's output depends on beside its input's values; two equal ones give the same output."""
+    """A layer's state besides its input's values; equal ones give equal outputs."""
 
     adapter: str
     scaling: float
@@ -77,7 +77,7 @@ class _Call(NamedTuple):
 
 
 def _call(layer: Any, x: torch.Tensor) -> _Call | None:
-    """How to compute `layer(x)` here; None: by its own forward."""
+    """How to compute `layer(x)`; None: by its own forward."""
     name = _adapter(layer)
     if name is None:
         return None
@@ -119,15 +119,14 @@ def _compute(layers: Sequence[Any], calls: Sequence[_Call], x: torch.Tensor) -> 
 
 
 class FusedGroup:
-    """Layers that read the same input. The one that is called first computes for all of them; the others take what lies ready: once, for the
-    same tensor and in the same circumstances."""
+    """Layers with the same input. The first call computes all of them; others take its output once, if still valid."""
 
     def __init__(self, members: Sequence[Any]) -> None:
         self.members = tuple(members)
         self.drop()
 
     def drop(self) -> None:
-        """Forget what lies ready."""
+        """Drop cached outputs."""
         self.x: torch.Tensor | None = None
         self.ready: dict[int, tuple[_Call, torch.Tensor]] = {}
 
@@ -139,7 +138,7 @@ class FusedGroup:
         self.drop()
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """(..., K) -> (..., N) of one member, or None where its own forward must run."""
+        """(..., K) -> (..., N) of one member, or None if its own forward must run."""
         own = _call(self.members[index], x)
         if own is None:
             return None
@@ -163,7 +162,7 @@ class FusedGroup:
 
 
 class _Fused:
-    """In front of a PEFT layer's class: its forward, as one of a group where that can be."""
+    """Mixin for a PEFT layer's class: its forward, as one of a group if possible."""
 
     fused_group: FusedGroup
     fused_index: int
@@ -189,12 +188,12 @@ _FUSED: dict[type, type] = {LoraLinear: FusedLoraLinear, NVFP4LoraLinear: FusedN
 
 
 def fuse(model: nn.Module) -> int:
-    """Let the LoRA layers of `model` that can compute in groups. Can be called again, and [`unfuse`] takes it back.
+    """Compute the supported LoRA layers of `model` in groups. Repeatable, and undone by [`unfuse`].
 
-    Layers that cannot keep PEFT's forward, which is said once, with their number and the reason.
+    Unsupported layers keep PEFT's forward, logged once with their number and the reason.
 
     Returns:
-        The number of layers that are fused.
+        The number of fused layers.
     """
     unfuse(model)
     left, taken = Counter[str](), 0
@@ -225,7 +224,7 @@ def fuse(model: nn.Module) -> int:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Give the layers their own classes back."""
+    """Restore the layers' own classes."""
     for module in model.modules():
         if isinstance(module, _Fused):
             module.__class__ = next(own for own, fused in _FUSED.items() if fused is type(module))
@@ -234,13 +233,13 @@ def unfuse(model: nn.Module) -> None:
 
 def _groups_in(parent: nn.Module) -> list[tuple[str, ...]]:
     """The names of `parent`'s children, those together that read the same input."""
-    children = [name for name, child in parent.named_children() if isinstance(child, LoraLayer)]
-    groups = []
+    children: dict[str, Any] = dict(parent.named_children())
+    alone = [name for name, child in children.items() if isinstance(child, LoraLayer)]
+    groups: list[tuple[str, ...]] = []
     if not getattr(parent, "is_kv_shared_layer", False):  # there k and v are another layer's
         for group in DECODER.groups:
-            found = tuple(name for name in group if name in children)
-            widths = {cast(Any, parent.get_submodule(name)).in_features for name in found}
-            if len(found) > 1 and len(widths) == 1:
-                groups.append(found)
-    together = {name for group in groups for name in group}
-    return groups + [(name,) for name in children if name not in together]
+            found = [name for name in group if name in alone]
+            if len(found) > 1 and len({children[name].in_features for name in found}) == 1:
+                groups.append(tuple(found))
+                alone = [name for name in alone if name not in found]
+    return groups + [(name,) for name in alone]

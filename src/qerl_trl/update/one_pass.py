@@ -1,11 +1,11 @@
-"""Two passes over the model per update, forward and backward: the old log-probabilities are those of the update's own forward.
+"""Two passes over the model per update, forward and backward: the update's own forward gives the old log-probabilities.
 
-With pi the trained policy, mu the one that sampled and pi_old the trained one as it was when it sampled, TRL's loss needs pi / pi_old and,
-to correct for the engine (or for noise, `rollout/mismatch.py`), pi_old / mu. Where all completions of a rollout are used within one optimizer
-step, pi_old is pi: without vLLM TRL then takes `per_token_logps.detach()`, with vLLM it computes pi_old in a forward of its own, for
-pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward, which with dropout draws another mask than the update's. While TRL scores a
-rollout it gets NaN, which it counts as a token without a log-probability; in the loss, when the update's forward has log pi, the ratio is put
-in its place.
+With pi the trained policy, mu the sampling policy and pi_old the trained one at sampling time, TRL's loss needs pi /
+pi_old and, to correct for the engine (or for noise, `rollout/mismatch.py`), pi_old / mu. If all completions of a
+rollout are used within one optimizer step, pi_old is pi: without vLLM TRL then takes `per_token_logps.detach()`, with
+vLLM it computes pi_old in a separate forward, for pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward,
+whose dropout mask differs from the update's anyway. While TRL scores a rollout it gets NaN, counted as a token without
+a log-probability; in the loss, once the update's forward has log pi, the ratio replaces it.
 
 Shapes: B sequences, T tokens of a completion, P processes.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: what TRL logs of a rollout's ratios, and how the processes' values become one
+#: TRL's log of a rollout's ratios, and the reduction over processes
 _LOGGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sampling/sampling_logp_difference/mean": torch.mean,
     "sampling/sampling_logp_difference/max": torch.max,
@@ -26,12 +26,12 @@ _LOGGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sampling/importance_sampling_ratio/max": torch.max,
 }
 _RATIO, _OLD, _SAMPLED = "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps"
-#: of a micro-batch, what is kept until its rollout is measured
+#: fields of a micro-batch kept until its rollout is measured
 _MEASURED = ("completion_mask", "tool_mask", _OLD, _SAMPLED, _RATIO)
 
 
 class Correction(NamedTuple):
-    """TRL's `vllm_importance_sampling_*`: the mode, and the bounds of the ratio (`None`: without)."""
+    """TRL's `vllm_importance_sampling_*`: the mode, and the bounds of the ratio (`None`: none)."""
 
     mode: str
     low: float | None
@@ -41,13 +41,13 @@ class Correction(NamedTuple):
 def importance_ratio(
     trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> torch.Tensor:
-    """pi_old / mu as TRL's loss takes it, (B, T), or per sequence (B, 1), clipped or zeroed beyond the bounds.
+    """pi_old / mu as in TRL's loss, (B, T), or per sequence (B, 1), clipped or zeroed beyond the bounds.
 
     Args:
-        trained, sampled: log-probabilities (B, T) of the sampled tokens under pi_old and mu; a NaN counts as no difference.
-        mask: (B, T), 1 where the model sampled.
+        trained, sampled: log-probabilities (B, T) of the sampled tokens under pi_old and mu; NaN: no difference.
+        mask: (B, T), 1 at sampled tokens.
 
-    Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions`, with which `tests/update/test_passes.py` compares it.
+    Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions`; compared in `tests/update/test_passes.py`.
     """
     level, _, how = correction.mode.partition("_")
     difference = torch.nan_to_num((trained - sampled) * mask, nan=0.0)
@@ -58,19 +58,19 @@ def importance_ratio(
 
 
 class OnePass:
-    """The old log-probabilities of a trainer's update: TRL's own, or the update's own, where they are the same. Not in evaluation."""
+    """The old log-probabilities of a trainer's update: TRL's own, or the update's own if equal. Not in evaluation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._scoring = self._skip = False
+        self._skip = False
         #: the micro-batch whose loss is being computed, until it has its log-probabilities
         self._batch: dict[str, Any] | None = None
         self._seen: list[dict[str, torch.Tensor]] = []
 
     @property
     def holds(self) -> bool:
-        """Whether the update's log-probabilities are the old ones: its rollout is used within one optimizer step (TRL's condition for not
-        computing them without vLLM). RLOO's are part of the reward, and needed before, with a KL penalty."""
+        """Whether the update's log-probabilities are the old ones: its rollout is used within one optimizer step (TRL's
+        condition for not computing them without vLLM). RLOO with a KL penalty needs them earlier, for the reward."""
         trainer = self._trainer
         rollout = trainer.args.steps_per_generation * trainer.num_iterations
         penalty = not self._corrects and trainer.beta != 0.0
@@ -80,25 +80,16 @@ class OnePass:
     def _corrects(self) -> bool:
         return hasattr(self._trainer, "vllm_importance_sampling_correction")  # GRPO; RLOO does not
 
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Around TRL's `_generate_and_score_completions`."""
-        self._scoring = True
-        try:
-            yield
-        finally:
-            self._scoring = self._skip = False
-
     def generated(self) -> None:
-        """At the end of `_generate`: the next log-probabilities that are asked for are the old ones, if any."""
+        """Call at the end of `_generate`: the next requested log-probabilities are the old ones, if any."""
         trainer = self._trainer
         wanted = not self._corrects or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
-        self._skip = self._scoring and trainer.model.training and wanted and self.holds
+        self._skip = trainer.model.training and wanted and self.holds
 
     def logps(
         self, compute: Callable[..., tuple], model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple:
-        """In place of TRL's `_get_per_token_logps_and_entropies` (`compute`)."""
+        """Replaces TRL's `_get_per_token_logps_and_entropies` (`compute`)."""
         if self._skip:
             self._skip = False
             tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
@@ -110,15 +101,16 @@ class OnePass:
         return found
 
     def scored(self, rollout: dict[str, Any]) -> None:
-        """With what TRL made of a rollout, before it is cut into micro-batches. Measures the mismatch, or leaves it to the update."""
+        """Call with TRL's scored rollout, before its split into micro-batches: measure the mismatch, or leave it for
+        later."""
         trainer = self._trainer
         old = rollout.get(_OLD)
-        self._seen = []
+        self._seen, self._skip = [], False
         if not (trainer.model.training and self.holds and _RATIO in rollout and old is not None):
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
             return
         del rollout[_OLD]
-        rollout[_RATIO].fill_(math.nan)  # were it not replaced, the loss would be NaN, and the run end
+        rollout[_RATIO].fill_(math.nan)  # if it is never replaced, the loss is NaN, and the run ends
         metrics = trainer._metrics["train"]
         for name in _LOGGED:  # of the NaNs
             metrics[name].pop()
@@ -127,27 +119,26 @@ class OnePass:
 
     @contextmanager
     def own(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Around TRL's `_compute_loss` of a micro-batch: gives it what the loss is to be computed of.
+        """Around TRL's `_compute_loss` of a micro-batch: yields the inputs of the loss, with any importance ratios.
 
         Raises:
-            `RuntimeError`: the rollout's log-probabilities and the trainer's do not belong together (`rollout/mismatch.py`), when its last
-                micro-batch is seen, before the optimizer is.
+            `RuntimeError`: rollout and trainer log-probabilities differ too much (`rollout/mismatch.py`); raised at the
+                last micro-batch, before the optimizer step.
         """
-        trainer = self._trainer
-        open_ = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
-        if not (trainer.model.training and self.holds and open_):
-            yield inputs
-            return
-        self._batch = inputs = dict(inputs)
+        trainer, used = self._trainer, self._trainer.use_vllm
+        unknown = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
+        if filled := trainer.model.training and self.holds and unknown:
+            self._batch = inputs = dict(inputs)
+        trainer.use_vllm = used or _RATIO in inputs  # TRL asks it whether to correct
         try:
             yield inputs
         finally:
-            self._batch = None
-        if len(self._seen) == trainer.args.steps_per_generation:
+            self._batch, trainer.use_vllm = None, used
+        if filled and len(self._seen) == trainer.args.steps_per_generation:
             self._measure()
 
     def _correct(self, batch: dict[str, Any], trained: torch.Tensor) -> None:
-        """Put into a micro-batch what depends on the old log-probabilities (B, T), now that they are known."""
+        """Fill in a micro-batch's fields that depend on the old log-probabilities (B, T)."""
         trainer, mask = self._trainer, batch["completion_mask"]
         if not self._corrects:
             batch["old_logps"] = (trained * mask).sum(1)
@@ -161,7 +152,7 @@ class OnePass:
             self._seen.append({name: known[name] for name in _MEASURED if name in known})
 
     def _measure(self) -> None:
-        """Log what TRL logs of a rollout's ratios, and look at the mismatch, as if it had been measured when the rollout was scored."""
+        """Log TRL's metrics of a rollout's ratios, and check the mismatch, as in scoring."""
         trainer = self._trainer
         rollout = {name: torch.cat([batch[name] for batch in self._seen]) for name in self._seen[0]}
         self._seen = [{}] * (len(self._seen) + 1)  # measured
@@ -171,7 +162,7 @@ class OnePass:
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
 
     def _logged(self, rollout: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(P, 5): the values of `_LOGGED` on each process, 0 where nothing was sampled."""
+        """(P, 5): the values of `_LOGGED` on each process, 0 without sampled tokens."""
         ratio, mask = rollout[_RATIO], rollout["completion_mask"].bool()
         if "tool_mask" in rollout:
             mask = mask & rollout["tool_mask"].bool()

@@ -1,13 +1,13 @@
-"""No work on padding: TRL's batch goes through the model as one row of tokens, and its losses see the batch they know.
+"""Skip padding: TRL's batch goes through the model as one row of tokens; its losses get the usual batch.
 
-TRL pads prompts and completions to the longest of their batch and computes the padding. Here [`Packing`] computes the log-probabilities
-and entropies on a packed row (row.py) with attention within sequences (attention.py), equal prompts once, the head on the tokens that are
-asked only, in TRL's chunks; and puts them where TRL expects them, (B, L) with zeros on padding. All of TRL's losses follow unchanged, as do
-number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`batches.deal`], and which
-micro-batches share a pass over the model by [`batches.TokenBudget`].
+TRL pads prompts and completions to the longest of their batch and computes the padding. [`Packing`] computes the
+log-probabilities and entropies on a packed row (row.py) with attention within sequences (attention.py), equal prompts
+once, the head on requested tokens only, in TRL's chunks; and returns them as TRL does, (B, L) with zeros on padding.
+TRL's losses, and number and size of its micro-batches, are unchanged. [`batches.deal`] assigns completions to
+micro-batches, [`batches.TokenBudget`] micro-batches to passes.
 
-Whether a model can be packed is read from what it says of itself ([`why_not`]) and then tried on the model itself ([`Packing.check`]): the
-same few sequences padded and packed, before the first step. Where it cannot, TRL's own way stays, and the reason is said once.
+Support is checked from the model's attributes ([`why_not`]) and then by a trial ([`Packing.check`]): a few sequences,
+padded and packed, before the first step. Unsupported models keep TRL's own way, with one log message.
 """
 
 import logging
@@ -27,28 +27,28 @@ from . import attention, batches, row
 
 logger = logging.getLogger(__name__)
 
-#: tokens of the prompts that are tried; which of the two each completion follows, and its tokens, the first as long as any. The prompts are of
-#: one length: where positions are not relative, left padding moves TRL's own numbers
+#: tokens of the trial's prompts; prompt index and tokens of each completion, the first as long as any. One prompt
+#: length: with absolute positions, left padding changes TRL's own numbers
 _PROMPT_TOKENS, _TRIED = 14, ((0, 11), (1, 7), (0, 5))
 
 
 class Packing:
-    """How one trainer's models are packed: on or off, and why."""
+    """Packing of one trainer's models: on or off, and the reason."""
 
     def __init__(self, trainer: OnlineTrainer):
         self.trainer = trainer
         self.on = False
         self.budget = batches.TokenBudget(trainer)
         self.longest = batches.LongestPass()
-        #: models that are wrapped when training starts are tried at the first batch
+        #: models wrapped at the start of training are tried at the first batch
         self._untried = False
         self._models: list[PreTrainedModel] = []
 
     def prepare(self) -> None:
-        """Switch the models over, and try them where that is possible now.
+        """Switch the models over, and try them if possible already.
 
         Raises:
-            `ValueError`: `padding_free=True` cannot be done.
+            `ValueError`: unsupported `padding_free=True`.
         """
         trainer = self.trainer
         if trainer.args.padding_free is False:
@@ -67,7 +67,7 @@ class Packing:
             self.check(trainer.model)
 
     def reason_against(self) -> str | None:
-        """Why batches are not packed, by what the trainer's models say of themselves; `None` where that is to be tried."""
+        """Why batches are not packed, by the attributes of the trainer's models; `None` to try them."""
         trainer = self.trainer
         device, model = trainer.accelerator.device, trainer.accelerator.unwrap_model(trainer.model)
         slow = attention.fast_kernel_is_missing(device)
@@ -90,8 +90,8 @@ class Packing:
         if limit is not None and (longest is None or longest > limit):
             length = "more" if longest is None else f"up to {longest}"
             return (
-                f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, and those of this run may have "
-                f"{length} (rope_type 'longrope' or 'dynamic')"
+                f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, "
+                f"and those of this run may have {length} (rope_type 'longrope' or 'dynamic')"
             )
         return why_not(model)
 
@@ -100,7 +100,7 @@ class Packing:
         return [self.inner(model) for model in found if model is not None]
 
     def inner(self, model: nn.Module) -> PreTrainedModel:
-        """The model of transformers, without what wraps it."""
+        """The transformers model, without wrappers."""
         found = self.trainer.accelerator.unwrap_model(model)
         return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
 
@@ -116,10 +116,10 @@ class Packing:
 
     @torch.no_grad()
     def check(self, model: nn.Module) -> None:
-        """The same sequences padded and packed, in evaluation mode; and whether one sequence's tokens move another's numbers.
+        """Compare the same sequences padded and packed, in evaluation mode; and check that sequences are independent.
 
-        The bound is four times the difference between TRL's own way in one batch and sequence by sequence, plus 0.01 nats.
-        Every process decides the same.
+        The bound is four times the difference between TRL's batched and single results, plus 0.01 nats, on every
+        process.
         """
         self._untried = False
         trainer = self.trainer
@@ -131,7 +131,7 @@ class Packing:
                 packed = self._packed(model, ids, mask, width)[0]
                 padded = by_trl(model, ids, mask, width)[0]
                 alone = torch.cat([by_trl(model, ids[i : i + 1], mask[i : i + 1], width)[0] for i in range(len(ids))])
-                # another first completion: those after it in the row may not move beyond rounding
+                # with another first completion, the later ones in the row may not move beyond rounding
                 other = ids.clone()
                 other[0, -width:] = ids[0, -width:].roll(3)
                 moved = self._packed(model, other, mask, width)[0]
@@ -149,15 +149,15 @@ class Packing:
 
             every = tuple(range(len(ids)))
             rounding, leak = apart(padded, alone, every), apart(packed, moved, (1, 2))
-            # products are rounded to autocast's type, whatever the weights are stored in
+            # products are rounded to autocast's type, for any weight dtype
             mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
             rounded_to = mixed.get(trainer.accelerator.mixed_precision, self.inner(model).dtype)
             bound = 4 * rounding + (1e-2 if rounded_to == torch.bfloat16 else 2e-3)
             found = apart(packed, padded, every)
             if not found <= bound:
                 reason = (
-                    f"packed, its log-probabilities differ from the padded ones by {found:.4f} nats ({bound:.4f} is rounding): its layers "
-                    "see more than their own sequence, or count positions in another way"
+                    f"packed, its log-probabilities differ from the padded ones by {found:.4f} nats ({bound:.4f} is "
+                    "rounding): its layers see more than their own sequence, or count positions in another way"
                 )
             elif not leak <= rounding:
                 reason = f"one sequence of a packed row moves another one's log-probabilities by {leak:.2g} nats"
@@ -181,7 +181,7 @@ class Packing:
         return ids.to(device), mask.to(device), width
 
     def examples(self, count: int, length: int) -> list[dict[str, Any]]:
-        """Inputs of a decoder (no labels): rows of `count` sequences of up to `length` tokens, of several lengths, laid out as in training."""
+        """Inputs of a decoder (no labels): rows of `count` sequences of up to `length` tokens, as in training."""
         device, made = self.trainer.accelerator.device, []
         for tokens in (length, length - row.MULTIPLE, length - 3 * row.MULTIPLE):
             ids = torch.ones(count, max(tokens, row.MULTIPLE), dtype=torch.long)
@@ -201,7 +201,7 @@ class Packing:
         compute_aux_loss: bool = False,
         **pictures: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
-        """In the form of TRL's `_get_per_token_logps_and_entropies`; `None` where TRL has to compute it."""
+        """In the form of TRL's `_get_per_token_logps_and_entropies`; `None` if TRL has to compute it."""
         if not self.on or any(value is not None for value in pictures.values()):
             return None
         if self._untried:
@@ -250,7 +250,7 @@ class Packing:
                 inputs["output_router_logits"] = True
             self.longest.begin(built.input_ids.shape[1], input_ids.device)
             with self.trainer.accelerator.autocast(), attention.packed_call():
-                # `labels` is what TRL's head asks for where it shifts by itself; with `shift_labels` it does not look at them
+                # TRL's head takes `labels` and shifts them itself; it ignores them if `shift_labels` is given
                 output = model(**inputs, fused_lm_head=True)
             destinations.append(built.destination)
             logps.append(output.log_probs[0, built.scored])
@@ -270,7 +270,7 @@ class Packing:
     def logps(
         self, padded: Callable[..., tuple], model: nn.Module, input_ids: torch.Tensor, *args: Any, **kw: Any
     ) -> Any:
-        """Without padding where that can be, else TRL's own (`padded`)."""
+        """Without padding if possible, else TRL's own (`padded`)."""
         found = self(model, input_ids, *args, **kw)
         if found is None:
             self.longest.begin(input_ids.numel(), input_ids.device)
@@ -278,7 +278,7 @@ class Packing:
         return found
 
     def dealt(self, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of a rollout, in the order and the groups in which they are computed."""
+        """The micro-batches of a rollout, in their order and groups of computation."""
         free = batches.order_is_free(self.trainer)
         if free:
             made = batches.deal(made, self.trainer.args.gradient_accumulation_steps)
@@ -286,12 +286,12 @@ class Packing:
 
 
 def _drops(model: nn.Module, in_training: bool = False) -> bool:
-    """Whether dropout is active, or would be in training: then each completion's prompt is another sample, and none is shared."""
+    """Whether dropout is active, or would be in training: then completions cannot share a prompt."""
     return any(isinstance(m, nn.Dropout) and (m.training or in_training) and m.p > 0 for m in model.modules())
 
 
 def alike_up_to(model: PreTrainedModel) -> int | None:
-    """The length up to which a token's rotary embedding does not depend on the longest sequence that is computed beside it; `None`: it never does."""
+    """Sequence length up to which a token's rotary embedding is independent of the batch's longest; `None`: any."""
     text = model.config.get_text_config()
     found = text.to_dict().get("rope_parameters") or {}
     of_layers = [found] if "rope_type" in found else [rope for rope in found.values() if isinstance(rope, dict)]
@@ -301,7 +301,7 @@ def alike_up_to(model: PreTrainedModel) -> int | None:
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """What forbids packing a model, by what it says of itself; `None` when it may be tried."""
+    """Why a model cannot be packed, by its attributes; `None` if it may be tried."""
     name, text = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or not model._supports_flash_attn:
         return f"{name} has attention of its own, which needs a mask"
@@ -310,15 +310,13 @@ def why_not(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of another kind ({', '.join(sorted(kinds))})"
-    # under these names an attention layer keeps the share of its weights that it drops, as a number: what else it drops is a layer
+    # names of an attention layer's dropout rate as a number; other dropout is a module
     names = ("attention_dropout", "attn_dropout", "dropout")
-    found = [
-        vars(module).get(name)
-        for module in model.modules()
-        for name in (names if "attention" in type(module).__name__.lower() else names[:1])
-    ]
     said = text.to_dict()
-    found.append(said.get("attention_dropout"))  # a layer may read it there
+    found = [said.get("attention_dropout")]  # a layer may read it there
+    for module in model.modules():
+        attends = "attention" in type(module).__name__.lower()
+        found += map(vars(module).get, names if attends else names[:1])
     dropped = max((value for value in found if isinstance(value, float)), default=0.0)
     if dropped:
         return f"attention_dropout={dropped:g} drops attention weights in training"

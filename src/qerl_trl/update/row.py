@@ -5,12 +5,13 @@
 
     row       p p p a a a a | p b b         positions 0 1 2 3 4 5 6 | 2 3 4
     keys      p p p a a a a | p p p b b     the second segment reads the first one's prompt
-    labels    - - a a a a a | b b b         what follows the token; `-`: not asked
+    labels    - - a a a a a | b b b         the next token; `-`: not requested
 
-Equal prompts are computed once: the first completion (the longest) brings the whole prompt, each further one only the prompt's last token,
-whose prediction is its own first token. The keys of the prompt's other tokens are the first one's, and so is the entropy after the prompt: equal
-sequences have equal entropies to the bit (`top_entropy_quantile` counts on that). The last token of a completion predicts nothing and is left
-out, and so is a sequence of which nothing is asked. A segment of zeros brings the row, and its keys, to a multiple of [`MULTIPLE`].
+Equal prompts are computed once: the first completion (the longest) has the whole prompt, each further one only the
+prompt's last token, to predict its first token. The keys of the prompt's other tokens are the first one's, and so is
+the entropy after the prompt: equal sequences have equal entropies to the bit (`top_entropy_quantile` relies on it). The
+last token of a completion predicts nothing and is left out, as are sequences without labels. A segment of zeros pads
+the row, and its keys, to a multiple of [`MULTIPLE`].
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Sequence:
-    """One line of a padded batch: `prompt` and `completion` as token ids (int64), and the completion's `columns` in the batch."""
+    """One line of a padded batch: token ids of `prompt` and `completion` (int64), the completion's `columns` in it."""
 
     line: int
     prompt: np.ndarray
@@ -38,17 +39,17 @@ class Sequence:
 
     @property
     def tokens(self) -> int:
-        """Tokens to compute when nobody shares its prompt."""
+        """Tokens to compute with its own prompt."""
         return len(self.prompt) + max(len(self.completion) - 1, 0)
 
     @property
     def further(self) -> int:
-        """Tokens to compute when another one has brought its prompt."""
+        """Tokens to compute with a shared prompt."""
         return max(len(self.completion), 1)
 
 
 def padded(tokens: int) -> int:
-    """Tokens of a row with the segment that ends it, of at least one."""
+    """Tokens of a row including its final segment, of at least one."""
     return (tokens // MULTIPLE + 1) * MULTIPLE
 
 
@@ -56,7 +57,7 @@ def sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_k
     """The lines of a batch, read on the host.
 
     Args:
-        input_ids, attention_mask: (B, W), prompts padded left, completions right. logits_to_keep: the last so many columns are completions.
+        input_ids, attention_mask: (B, W), prompts padded left, completions right. logits_to_keep: completions' columns.
     """
     tokens, seen = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)
     begin = tokens.shape[1] - logits_to_keep
@@ -71,11 +72,11 @@ def sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_k
 def rows(
     batch: list[Sequence], limit: int | None = None, count: int | None = None, share: bool = True
 ) -> list[list[Sequence]]:
-    """Sequences for one row each, equal prompts beside each other, the longest of them first.
+    """Sequences for one row each, equal prompts next to each other, the longest of them first.
 
     Args:
-        limit: of the tokens to compute per row (a longer sequence has a row of its own). count: of sequences per row. `None`: all in one.
-        share: whether [`build`] will compute equal prompts once.
+        limit: tokens to compute per row (longer sequences get one each). count: sequences per row. `None`: one row.
+        share: [`build`] computes equal prompts once.
     """
     groups: dict[bytes, list[Sequence]] = {}
     for sequence in batch:
@@ -97,7 +98,7 @@ def rows(
 
 @dataclass(frozen=True)
 class Row:
-    """What a model is called with, (1, T) each, and where in the (B, L) batch the result of each of the N labels belongs."""
+    """A model's inputs, (1, T) each, and the place of each of the N labels' results in the (B, L) batch."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -118,7 +119,7 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
     Args:
         width: L, columns of the completions in the padded batch.
         share: compute equal prompts once.
-        whole: with the last tokens, and nothing added: for what counts tokens (the load balance of experts). Not with `share`.
+        whole: with the last tokens, and no padding, to count tokens (the load balance of experts). Not with `share`.
     """
     assert not (share and whole)
     tokens: list[np.ndarray] = []
@@ -127,10 +128,10 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
     keys: list[np.ndarray] = []
     starts_q, starts_k = [0], [0]
     before, first = None, 0
-    again: dict[int, int] = {}  # place of a prompt's last token that is computed again -> where it was first
+    again: dict[int, int] = {}  # place of a recomputed last prompt token -> place of its first copy
 
     def segment(mine: np.ndarray, place: int, asked: np.ndarray, read: np.ndarray) -> None:
-        """`mine` tokens from position `place` on, of which the last predict `asked`, after keys that others have brought."""
+        """`mine` tokens from position `place`, the last ones predicting `asked`, after the shared keys `read`."""
         begin, count = starts_q[-1], len(mine)
         tokens.append(mine)
         positions.append(np.arange(place, place + count))

@@ -7,7 +7,7 @@ import torch
 
 from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.rollout.engine import RolloutError
-from qerl_trl.rollout.handshake import differences
+from qerl_trl.rollout.server import differences
 from qerl_trl.rollout.spec import EngineSpec
 from tests.e2e.engine.engines import (
     EXACT,

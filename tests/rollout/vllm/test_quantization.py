@@ -307,7 +307,7 @@ def test_experts_are_refused_by_name():
 
 
 def test_the_batch_invariant_mode_is_vllms_own(engine_config, monkeypatch):
-    """Where it is on, every layer keeps to it or is refused; rollout/handshake.py compares it."""
+    """Where it is on, every layer keeps to it or is refused; rollout/server.py compares it."""
     engine = engine_side(None)
     engine_config.additional_config = {"qerl": {"batch_invariant": True, "ignore": ["o_proj"]}}
     try:

@@ -1,1 +1,1 @@
-"""Everything that runs inside vLLM; the only package here that imports it."""
+"""Code running inside vLLM; no other package here imports vLLM."""

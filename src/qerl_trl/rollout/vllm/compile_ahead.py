@@ -1,8 +1,8 @@
-"""The kernels of the engine that is being built, compiled before its weights are used.
+"""Compile the kernels of an engine under construction ahead of their first launch.
 
-vLLM creates every layer before it processes the weights of any, so the first layer whose weights are ready can have the kernels of all
-of them compiled, in parallel: left to the launches, they are compiled one after the other while vLLM profiles, captures its graphs and
-answers the first prompts. This holds in the trainer's process and in a server, on every tensor-parallel rank, whose shapes they are.
+vLLM creates all layers before it processes any weights, so the first processed layer compiles the kernels of all layers
+in parallel. At launch they would compile one by one, during vLLM's profiling, graph captures and first prompts. Runs in
+the trainer's process and in servers, on every tensor-parallel rank for its own shapes.
 """
 
 import functools
@@ -20,23 +20,23 @@ from ..engine import launch_each
 
 logger = logging.getLogger(__name__)
 
-#: packed layers and norms of which no kernel was asked for yet, and the dtype of what they compute on; of layers, whether batch-invariantly
+#: packed layers and norms with kernels to compile: their compute dtype, and for layers batch invariance
 _layers: WeakKeyDictionary[nn.Module, tuple[torch.dtype, bool]] = WeakKeyDictionary()
 _norms: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
 
 
 def expect_layer(layer: nn.Module, dtype: torch.dtype, batch_invariant: bool = False) -> None:
-    """A packed layer was created; `batch_invariant`: as its method will call `qerl_nvfp4.linear`."""
+    """Register a new packed layer; `batch_invariant`: argument of `qerl_nvfp4.linear` in its method."""
     _layers[layer] = dtype, batch_invariant
 
 
 def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
-    """A norm was created that our kernel will compute."""
+    """Register a new norm for our kernel."""
     _norms[norm] = dtype
 
 
 def compile_expected() -> None:
-    """Compile what the layers and norms created since the last call need, and what sums their weights."""
+    """Compile the kernels of new layers and norms since the last call, and the sum kernels of their weights."""
     weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
     for layer, kind in _layers.items():
@@ -53,7 +53,7 @@ def compile_expected() -> None:
             logger.info("%d kernels did not compile ahead. The first error: %s", len(found.failed), found.failed[0])
 
 
-def _weight(layer: Any) -> Weight:  # what our methods put on vLLM's layers has no declared type
+def _weight(layer: Any) -> Weight:  # our attributes on vLLM's layers are undeclared
     return Weight(
         N=layer.output_size_per_partition,
         K=layer.input_size_per_partition,

@@ -1,4 +1,4 @@
-"""The engine in this process: vLLM beside the trainer, on the same GPU, by default on the same weights."""
+"""The engine in the trainer's process: vLLM on the same GPU, by default on the same weights."""
 
 import functools
 import gc
@@ -29,7 +29,7 @@ from .state import RolloutState
 
 
 class SharedLLM(LLM):
-    """vLLM's `LLM` as one of the shards of an engine that the processes of `group` ask alike; None: this one has a whole engine."""
+    """vLLM's `LLM` as one shard of an engine over the processes of `group`; None: a whole engine in this process."""
 
     def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
         self._group = group
@@ -45,12 +45,12 @@ class SharedLLM(LLM):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Forget what was asked when it ends with an error (a timeout, Ctrl-C): vLLM would answer the next call with it."""
+        """Abort all requests after an error (a timeout, Ctrl-C): vLLM would return them from the next call."""
         try:
             with same_generator(self._group):
                 yield
         except BaseException:
-            with suppress(Exception):  # the engine may be dead; the error that says so is on its way
+            with suppress(Exception):  # a dead engine; its own error is re-raised
                 self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
                 self.reset_prefix_cache(reset_connector=True)
             raise
@@ -58,8 +58,8 @@ class SharedLLM(LLM):
 
 @contextmanager
 def same_generator(group: "torch.distributed.ProcessGroup | None") -> Iterator[None]:
-    """Let all processes of `group` draw what the first one draws: each shard samples the whole batch, from its process's generator, which dropout
-    and reward models move apart. Collective."""
+    """Share the first process's RNG state in `group`: each shard samples the whole batch from its process's generator,
+    and dropout and reward models make them diverge. Collective."""
     if group is None:
         yield
         return
@@ -77,10 +77,10 @@ class InProcessEngine(Engine):
     """vLLM's `LLM` in this process, built from the trainer's `model`.
 
     Args:
-        share: whether vLLM reads the trainer's tensors; otherwise it gets a copy.
-        sleeps: whether `sleep` frees memory: the KV cache, and a copy of the weights with it.
-        group: processes that share this engine (tensor parallelism), all of which call it with their own prompts.
-        arguments: further arguments of `LLM`: memory and placement, and whatever the user adds.
+        share: vLLM reads the trainer's tensors instead of a copy.
+        sleeps: `sleep` frees memory: the KV cache, and a copy of the weights.
+        group: processes with one engine (tensor parallelism); each calls it with its own prompts.
+        arguments: further arguments of `LLM`: memory, placement, and the user's.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class InProcessEngine(Engine):
     ) -> None:
         self.sleeps, self.group = sleeps, group
         self.asleep = False
-        self._slept: dict[str, int] = {}  # sums of all weights when it went to sleep
+        self._slept: dict[str, int] = {}  # sums of all weights before sleep
         if share:
             fuse_storage(model)
         if spec.batch_invariant:
-            os.environ[BATCH_INVARIANT] = "1"  # vLLM reads it where an engine is built
+            os.environ[BATCH_INVARIANT] = "1"  # vLLM reads it at construction
         loader.publish(model, alias=share)
         try:
             own = {"enable_sleep_mode": sleeps, **isolation_arguments(model, spec, arguments or {})}
-            gc.freeze()  # vLLM collects garbage six times while it builds, 4 s of a start, and ends with the same
+            gc.freeze()  # vLLM collects garbage six times at start, 4 s in all, and then freezes too
             self.llm: SharedLLM | None = SharedLLM(group=group, **{**spec.llm_arguments(), **own, **(arguments or {})})
         except BaseException:
-            gc.unfreeze()  # or the memory of an engine that failed would stay taken
+            gc.unfreeze()  # else the memory of a failed engine stays allocated
             raise
         finally:
             loader.publish(None)
@@ -137,10 +137,10 @@ class InProcessEngine(Engine):
     def reset_prefix_cache(self) -> None:
         if not self._running.reset_prefix_cache(reset_connector=True):
             raise RolloutError(
-                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would use attention states of the old "
-                "adapter. Do not call generate() from several threads."
+                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would use "
+                "attention states of the old adapter. Do not call generate() from several threads."
             )
-        self._running.llm_engine.reset_encoder_cache()  # of pictures, by a tower that may be trained
+        self._running.llm_engine.reset_encoder_cache()  # the tower for pictures may be trained
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         asked, own = [list(prompt) for prompt in prompts], 0
@@ -162,21 +162,21 @@ class InProcessEngine(Engine):
     def sleep(self) -> None:
         if self.sleeps and not self.asleep:
             self._slept = self.state.sums()
-            # level 1 brings every byte back at its address: weights, adapter and noisy norms. Level 2 would lose them
+            # level 1 restores every byte at its address: weights, adapter and noisy norms; level 2 drops them
             self._running.sleep(level=1)
             self.asleep = True
 
     def wake(self) -> None:
         if self.asleep:
             torch.cuda.empty_cache()
-            # everything by name, which our backend narrows to the KV cache; a partial wake stays paused
+            # without tags (our backend wakes only the KV cache): after a partial wake vLLM stays paused
             self._running.wake_up()
             self.asleep = False
             wrong = [name for name, value in self.state.sums().items() if value != self._slept[name]]
             if wrong:
                 raise RolloutError(
-                    f"vLLM woke up with other weights than it went to sleep with, in {len(wrong)} tensors ({', '.join(wrong[:4])}). "
-                    "Set vllm_enable_sleep_mode=False and resume from the last checkpoint."
+                    f"vLLM woke up with other weights than it went to sleep with, in {len(wrong)} tensors "
+                    f"({', '.join(wrong[:4])}). Set vllm_enable_sleep_mode=False and resume from the last checkpoint."
                 )
 
     def close(self) -> None:
@@ -199,43 +199,37 @@ def _parameters(sampling: Sampling, index: int) -> SamplingParams:
 
 def _completion(output: RequestOutput) -> Completion:
     (sequence,) = output.outputs
-    tokens, logps = (
-        list(sequence.token_ids),
-        cast(Sequence[Any], sequence.logprobs or ()),
-    )  # logprobs=0: the sampled token's
+    # logprobs=0: the sampled token's
+    tokens, logps = list(sequence.token_ids), cast(Sequence[Any], sequence.logprobs or ())
     return Completion(tokens, [step[token].logprob for step, token in zip(logps, tokens, strict=True)])
 
 
 def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Further arguments of `LLM` that keep it away from the class of the trainer's `model`; none where vLLM has a class of its own."""
+    """Arguments of `LLM` to isolate it from the class of the trainer's `model`; none if vLLM has its own class."""
     config: Any = base_model(model).config
-    if not _runs_transformers(config, chosen.get("model_impl", spec.model_impl)):
+    model_impl = chosen.get("model_impl", spec.model_impl)
+    known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
+    theirs = all(getattr(each, "module_name", ".transformers").endswith(".transformers") for each in known)
+    if not (theirs if model_impl == "auto" else model_impl == "transformers"):
         return {}
     if chosen.get("hf_overrides"):
         raise ValueError(
-            f"vllm_engine_kwargs has hf_overrides={chosen['hf_overrides']!r}, but {config.architectures} runs with transformers' code in vLLM. Change the "
-            "model's config.json instead, or use use_vllm=False."
+            f"vllm_engine_kwargs has hf_overrides={chosen['hf_overrides']!r}, but {config.architectures} runs with "
+            "transformers' code in vLLM. Change the model's config.json instead, or use use_vllm=False."
         )
     return {"hf_overrides": isolated}
 
 
-def _runs_transformers(config: PretrainedConfig, model_impl: str) -> bool:
-    if model_impl != "auto":
-        return model_impl == "transformers"
-    known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
-    return all(getattr(model, "module_name", ".transformers").endswith(".transformers") for model in known)
-
-
 def isolated(config: PretrainedConfig) -> PretrainedConfig:
-    """`config`, of a type for which `AutoModel` builds a subclass of what it would build: vLLM's Transformers backend decorates the class in place
-    for torch.compile, which in this process is the trainer's."""
+    """`config` with a type for which `AutoModel` builds a subclass: vLLM's Transformers backend decorates the class in
+    place for torch.compile, and in this process it is the trainer's."""
     text = config.get_text_config()
-    # vLLM also asks with a configuration of no model, and may ask twice
+    # vLLM may call it twice, and with a configuration without a model class
     if type(text) in MODEL_MAPPING and type(text).__module__ != __name__:
         theirs: Any = type(text)
         text.__class__ = _config_class(theirs)
         if getattr(config, "quantization_config", None) is None:
-            # before 0.31 vLLM looks for a quantization that the configuration has not in `hf_overrides`, and takes no function there
+            # vLLM before 0.31 looks up a missing quantization_config in `hf_overrides`, and fails on a function
             config.quantization_config = {"quant_method": METHOD}
     return config
 
@@ -253,13 +247,12 @@ _TAG = "kv_cache"
 
 
 class KVOnlyBackend(CuMemBackend):
-    """Unmaps the KV cache; every other allocation keeps its address and content. vLLM's own levels unmap everything, what is shared with the
-    trainer included."""
+    """Unmaps only the KV cache. vLLM's own levels unmap every allocation, even the trainer's shared tensors."""
 
     def suspend(self, level: int = 1) -> None:
         from vllm.device_allocator import get_mem_allocator_instance
 
-        allocator: Any = get_mem_allocator_instance()  # its interface has changed between versions
+        allocator: Any = get_mem_allocator_instance()  # its interface differs between versions
         self._state = "SUSPENDED"
         if hasattr(allocator, "discard"):
             allocator.discard((_TAG,))
@@ -275,7 +268,7 @@ class KVOnlyBackend(CuMemBackend):
         torch.cuda.empty_cache()
 
     def resume(self, tags: list[str] | None = None) -> None:
-        super().resume([_TAG])  # never everything: 0.25's allocator would map what is awake a second time
+        super().resume([_TAG])  # only this tag: 0.25's allocator would map the rest a second time
 
 
 def use_kv_only_sleep(llm) -> None:

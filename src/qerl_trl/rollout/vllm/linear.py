@@ -1,12 +1,12 @@
 """vLLM linear methods with the adapter inside: y = base(x) + (x A^T) B^T, in static buffers.
 
-Reinforcement learning has one adapter for all tokens, so none of vLLM's multi-adapter machinery is needed. Each adapted
-layer owns two buffers next to its weights; a sync is an in-place copy into them (state.py), which CUDA graphs and
-torch.compile never notice.
+Reinforcement learning has one adapter for all tokens, so vLLM's multi-adapter machinery is not needed. Each adapted
+layer has two buffers next to its weights; a sync is an in-place copy into them (state.py), so CUDA graphs and
+torch.compile stay valid.
 
-Shapes (of one tensor-parallel rank): K input features, N output features, S shards fused into the layer (q, k, v), r the
-padded rank.
-    weight_packed (N, K/2) uint8, weight_scale (N, K/16) uint8 in rows of whole 16 bytes, weight_global_scale float32 (1,) or (N,), which divides
+Shapes (of one tensor-parallel rank): K input features, N output features, S fused shards (q, k, v), r padded rank.
+    weight_packed (N, K/2) uint8, weight_scale (N, K/16) uint8 in rows of whole 16 bytes
+    weight_global_scale float32 (1,) or (N,), a divisor
     adapter_a (S*r, K), adapter_b (N, r) with alpha/r folded in; shard i uses rows i*r:(i+1)*r of adapter_a
 """
 
@@ -36,11 +36,10 @@ from ...nvfp4.format import BLOCK_SIZE, dequantize_fp8, largest_magnitude, power
 from ..engine import BATCH_INVARIANT, batch_invariant
 from .compile_ahead import compile_expected, expect_layer
 
-#: a layer of vLLM (`LinearBase`), with what our methods hang on it: weights of many names, `adapter_a`, `adapter_b`, `qerl_splits`.
-#: Typed as Any because the type checker takes an attribute of a module for a tensor or a module
+#: vLLM's `LinearBase` with our attributes: weights, `adapter_a`, `adapter_b`, `qerl_splits`. Any, because the type
+#: checker takes a module's attributes for tensors or modules
 Layer = Any
-
-#: vLLM's, of one parameter
+#: vLLM's weight loader of one parameter
 Loader = Callable | None
 #: adapter buffers are padded with zeros to a multiple of this rank: the tensor cores' smallest inner dimension
 RANK_MULTIPLE = 16
@@ -48,8 +47,8 @@ _LIBRARY = torch.library.Library("qerl", "FRAGMENT")
 
 
 def register_operator(definition: str, implementation: Callable, fake: Callable) -> None:
-    """Make a function an operator `qerl::name` of schema `definition`, which torch.compile keeps whole and CUDA graphs record. `fake` takes the
-    same arguments and gives empty results, for tracing."""
+    """Register an operator `qerl::name` of schema `definition`, opaque to torch.compile and recorded by CUDA graphs.
+    `fake` takes the same arguments and returns empty results, for tracing."""
     name = definition.partition("(")[0]
     _LIBRARY.define(definition)
     for device in ("CPU", "CUDA"):
@@ -85,15 +84,15 @@ class AdaptedMethod(LinearMethodBase):
     """Base class of our methods: names of the fused shards, and the adapter's buffers.
 
     Args:
-        names: the checkpoint's layers that this layer fuses, in row order.
+        names: the checkpoint's layers fused in this layer, in row order.
         rank: rank to reserve for an adapter; 0 for none.
-        scale_rule: block-scale rule, for weights that are quantized here.
-        deferred: the loader will put in the trainer's tensors, so allocate nothing.
-        rows: output features of each of `names` on one rank, where the trainer's layers are known.
+        scale_rule: block-scale rule, for quantization at load.
+        deferred: allocate nothing, since the loader installs the trainer's tensors.
+        rows: output features of each of `names` on one rank, if the trainer's layers are known.
     """
 
     supports_pre_processed_weights = False
-    #: whether there are kernels that compute a row to the same bits in any batch; cuBLAS does not promise it
+    #: kernels compute a row to the same bits in any batch, unlike cuBLAS
     can_be_batch_invariant = False
 
     def __init__(
@@ -118,29 +117,29 @@ class AdaptedMethod(LinearMethodBase):
         weight_loader: Loader = None,
         **extra: Any,
     ) -> None:
-        """vLLM's hook: the adapter's buffers, and the weights of the method."""
+        """vLLM's hook: create the adapter's buffers and the method's weights."""
         self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
         self._create(layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader)
 
     def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
-        """Create the weights of a layer of K = `k`, whose shards have `widths` rows on this rank."""
+        """Create the weights of a layer with K = `k` and shards of `widths` rows on this rank."""
 
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         if self.batch_invariant and not self.can_be_batch_invariant:
             raise ValueError(
-                f"{BATCH_INVARIANT}=1 is set, and {self.names} are not NVFP4: their products depend on the batch. Leave that mode off, or quantize "
-                "them."
+                f"{BATCH_INVARIANT}=1 is set, and {self.names} are not NVFP4: their products depend on the batch. "
+                "Leave that mode off, or quantize them."
             )
         layer.logical_widths = list(widths)
         if len(self.names) == len(widths):
             splits = list(widths)
-        else:  # layers of the checkpoint are fused themselves (Phi-3, Qwen3.5), so the adapter and the tensor scale of each are one
+        else:  # fused already in the checkpoint (Phi-3, Qwen3.5): one adapter and one tensor scale each
             ranks, _ = parts_of(layer)
             splits = [sum(widths)] if len(self.names) == 1 else list(self.rows or ())
             if sum(splits) != sum(widths) or (self.rank and ranks > 1):
                 raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards, and nothing says which rows of this rank are whose. Use "
-                    "vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
+                    f"vLLM holds {self.names} as {len(widths)} shards, and nothing says which rows of this rank are "
+                    "whose. Use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
                 )
         layer.qerl_splits = splits
         layer.input_size_per_partition, layer.output_size_per_partition = k, sum(widths)
@@ -161,7 +160,7 @@ class AdaptedMethod(LinearMethodBase):
         return width * ranks, k
 
     def shard_slices(self, layer: Layer, shard: int) -> tuple[slice, slice]:
-        """What this tensor-parallel rank holds of the unsharded shard: (rows of B, columns of A)."""
+        """This tensor-parallel rank's part of the unsharded shard: (rows of B, columns of A)."""
         width, (ranks, rank) = layer.qerl_splits[shard], parts_of(layer)
         if isinstance(layer, RowParallelLinear):
             k = layer.input_size_per_partition
@@ -174,14 +173,14 @@ class AdaptedMethod(LinearMethodBase):
 
 
 def parts_of(layer: Layer) -> tuple[int, int]:
-    """(tensor-parallel ranks that a layer is divided among, which of them this is). A replicated one says it is divided, too."""
+    """(number of tensor-parallel ranks of a layer, this rank). vLLM gives a replicated layer a `tp_size` too."""
     if isinstance(layer, ReplicatedLinear):
         return 1, 0
     return layer.tp_size, layer.tp_rank
 
 
 def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Loader) -> None:
-    """Parameters for the tensor scales of each shard, NaN until loaded, so that a missing scale cannot pass for a number."""
+    """Parameters for the tensor scales of each shard, NaN until loaded, to detect a missing scale."""
     for name in names:
         data = torch.full((shards,), float("nan"), dtype=torch.float32)
         layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
@@ -193,7 +192,7 @@ def _check_scales(names: list[str], scales: Tensor) -> None:
 
 
 class _PackedMethod(AdaptedMethod):
-    """The packed base, however it was loaded."""
+    """Base class for a packed base."""
 
     can_be_batch_invariant = True
 
@@ -209,8 +208,8 @@ class _PackedMethod(AdaptedMethod):
 
     @staticmethod
     def set_weights(layer: Layer, packed: Tensor, scale: Tensor, global_scale: Tensor) -> None:
-        """Install final tensors; they are used as they are, so a view of the trainer's storage stays one. Only block scales whose rows Hopper's
-        kernels could not read are copied, to padded rows: where K is no multiple of 256, a ninth of the matrix."""
+        """Install final tensors without a copy, so views of the trainer's storage stay views. Only block scales with K
+        not a multiple of 256, a ninth of the matrix, are copied to padded rows for Hopper's kernels."""
         layer.weight_packed = Parameter(packed, requires_grad=False)
         scale = qerl_nvfp4.align_scale_rows(scale.view(torch.uint8))
         layer.weight_scale = Parameter(scale, requires_grad=False)
@@ -219,7 +218,7 @@ class _PackedMethod(AdaptedMethod):
 
     @staticmethod
     def row_scale(per_shard: Tensor, widths: list[int]) -> Tensor:
-        """One divisor if the shards agree, else one per row: fused layers stay exact, never a maximum over shards."""
+        """One divisor if all shards agree, else one per row: exact for fused layers, unlike a maximum over shards."""
         per_shard = per_shard.float().flatten()
         if bool((per_shard == per_shard[0]).all()):
             return per_shard[:1].clone()
@@ -228,7 +227,7 @@ class _PackedMethod(AdaptedMethod):
 
 @register_weight_loader_v2_supported_method
 class NVFP4Method(_PackedMethod):
-    """Weights that arrive packed in the compressed-tensors layout: from a checkpoint, or from the trainer."""
+    """Packed weights in the compressed-tensors layout, from a checkpoint or from the trainer."""
 
     layout = LAYOUTS["compressed-tensors"]
 
@@ -262,7 +261,7 @@ class NVFP4Method(_PackedMethod):
 
 @register_weight_loader_v2_supported_method
 class ModelOptNVFP4Method(NVFP4Method):
-    """ModelOpt's layout: `weight`, `weight_scale`, and `weight_scale_2`, which multiplies. `input_scale` belongs to W4A4."""
+    """ModelOpt's layout: `weight`, `weight_scale`, and the factor `weight_scale_2`. `input_scale` belongs to W4A4."""
 
     layout = LAYOUTS["modelopt"]
 
@@ -272,7 +271,7 @@ class ModelOptNVFP4Method(NVFP4Method):
 
 @register_weight_loader_v2_supported_method
 class OnlineNVFP4Method(_PackedMethod):
-    """A bf16 checkpoint, quantized layer by layer while it loads, with the trainer's own rule and one scale per fused group."""
+    """A bf16 checkpoint, quantized layer by layer at load, with the trainer's rule and one scale per fused group."""
 
     uses_meta_device = True
 
@@ -280,7 +279,6 @@ class OnlineNVFP4Method(_PackedMethod):
         from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
         weight = torch.empty(sum(widths), k, dtype=dtype, device="meta")
-
         parameter = ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", parameter)
         initialize_online_processing(layer)
@@ -303,7 +301,7 @@ class OnlineNVFP4Method(_PackedMethod):
 
 @register_weight_loader_v2_supported_method
 class DenseMethod(AdaptedMethod):
-    """An unquantized linear with the same adapter: bf16 + LoRA, and bf16 + noise, in the same engine."""
+    """An unquantized linear with the same adapter: bf16 with LoRA or noise in the same engine."""
 
     def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         data = torch.empty(sum(widths), k, dtype=dtype, device="meta" if self.deferred else None)
@@ -318,7 +316,7 @@ class DenseMethod(AdaptedMethod):
 
 @register_weight_loader_v2_supported_method
 class ModelOptFP8Method(DenseMethod):
-    """FP8 layers of a mixed ModelOpt checkpoint that the engine reads itself: dense once loaded, with the trainer's bits (nvfp4/format.py)."""
+    """FP8 layers of a mixed ModelOpt checkpoint: dense once loaded, with the trainer's bits (nvfp4/format.py)."""
 
     _PER_TENSOR = ("weight_scale", "input_scale")
 
@@ -341,7 +339,7 @@ class ModelOptFP8Method(DenseMethod):
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Embedding and head that stay what the loader put there: vLLM's own method would repack them for the CPU."""
+    """Embedding and head, unchanged after loading: vLLM's own method would repack them for the CPU."""
 
     def __init__(self, deferred: bool) -> None:
         self.deferred, self.batch_invariant = deferred, batch_invariant()
@@ -364,7 +362,7 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
         set_weight_attrs(weight, extra)
 
     def process_weights_after_loading(self, layer: Layer) -> None:
-        """Nothing: the CPU backend would make a packed second copy here, which no update would reach."""
+        """No-op: the CPU backend's packed copy would miss updates."""
 
     def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:

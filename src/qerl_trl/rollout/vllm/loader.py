@@ -1,13 +1,12 @@
-"""The vLLM loader `qerl_trainer`: weights come from the trainer's model, which is in the same process, not from a folder.
+"""The vLLM loader `qerl_trainer`: weights come from the trainer's model in the same process, not from a folder.
 
     publish(model, alias=True)                            in the trainer
     LLM(..., load_format="qerl_trainer", quantization="qerl_nvfp4")
 
-With `alias` (one process per engine) vLLM's packed linears, embeddings and head *are* the trainer's tensors: q|k|v and
-gate|up are row slices of one storage there, and vLLM's fused layer is that storage. Nothing is allocated a second time;
-what remains (norms, biases) is copied through vLLM's own name mapping. Without `alias` (tensor parallelism, `share_weights=False`, or
-a base that is trained itself) the same tensors are copied, each rank taking its shard. Aliased tensors must stay where they are
-while the engine lives: no `.to()`, no offloading, no rebinding.
+With `alias` (one process per engine) vLLM's packed linears, embeddings and head *are* the trainer's tensors: its q|k|v
+and gate|up are row slices of one storage, vLLM's fused layer. Only norms and biases are copied, through vLLM's own name
+mapping. Without `alias` (tensor parallelism, `share_weights=False`, or a trained base) each rank copies its shard of
+all tensors. Aliased tensors must not move during the engine's life: no `.to()`, no offloading, no rebinding.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ def base_model(model: Any) -> nn.Module:
 
 @dataclass
 class Published:
-    """The trainer's model as the loader sees it: frozen layers by the name that a checkpoint would give them."""
+    """The trainer's model for the loader: frozen layers by their checkpoint names."""
 
     model: nn.Module
     alias: bool
@@ -54,14 +53,11 @@ class Published:
             if "modules_to_save" in parts or any(part.startswith("lora_") for part in parts):
                 continue
             clean = ".".join(p for p in parts if p not in ("base_layer", "original_module"))
-            # PEFT's wrappers come before what they wrap, which is stored last under the same name
+            # PEFT's wrappers come first, so the wrapped module replaces them under the same name
             self.modules[clean] = module
 
     def module(self, name: str) -> Any:
-        """
-        Raises:
-            `ValueError`: the trainer's model has no such layer.
-        """
+        """The trainer's layer. Raises `ValueError` if there is none."""
         if not name or name not in self.modules:
             raise ValueError(
                 f"vLLM's {get_current_vllm_config().model_config.architecture} has a layer {name!r} that the trainer's "
@@ -70,7 +66,7 @@ class Published:
         return self.modules[name]
 
     def base_format(self, name: str) -> str:
-        """What the trainer's layer holds: "nvfp4", "nf4" or "dense"."""
+        """Format of the trainer's layer: "nvfp4", "nf4" or "dense". Raises `ValueError` for other bitsandbytes ones."""
         module = self.module(name)
         if isinstance(module, NVFP4Linear):
             return "nvfp4"
@@ -78,12 +74,14 @@ class Published:
             return "nf4"
         if type(module).__module__.startswith("bitsandbytes"):
             raise ValueError(
-                f"{name} is a {type(module).__name__} of bitsandbytes, which the engine cannot read. Use load_in_4bit, bf16 or NVFP4."
+                f"{name} is a {type(module).__name__} of bitsandbytes, which the engine cannot read. Use load_in_4bit, "
+                "bf16 or NVFP4."
             )
         return "dense"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor under its compressed-tensors name (those of towers under their checkpoint's), full on every rank, a tied one once; not what bitsandbytes packed."""
+        """All tensors except bitsandbytes' packed ones, by compressed-tensors names (towers: checkpoint names).
+        Whole on every rank, tied ones once."""
         seen: set[int] = set()
         for name, module in self.modules.items():
             for key, parameter in module.named_parameters(recurse=False):
@@ -99,7 +97,7 @@ class Published:
                 yield self._on_disk(full, tensor) if in_tower(name) else full, tensor
 
     def _on_disk(self, name: str, tensor: torch.Tensor) -> str:
-        """What a checkpoint calls this tensor, where transformers builds a tower in another form than it was published in."""
+        """Checkpoint name of a tensor, if transformers builds the tower in another form."""
         stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         model: Any = base_model(self.model)
         reverted = revert_weight_conversion(model, {name: stand_in})
@@ -110,13 +108,13 @@ _PUBLISHED: Published | None = None
 
 
 def publish(model: nn.Module | None, alias: bool = True) -> None:
-    """Make `model` visible to the next engine that is built in this process with `load_format="qerl_trainer"`; None ends it."""
+    """Publish `model` for the next engine of this process with `load_format="qerl_trainer"`; None withdraws it."""
     global _PUBLISHED
     _PUBLISHED = None if model is None else Published(model, alias)
 
 
 def published_for_current_engine() -> Published | None:
-    """The trainer's model, if the engine that is being built loads from it."""
+    """The trainer's model, if the engine under construction loads from it."""
     if get_current_vllm_config().load_config.load_format != LOAD_FORMAT:
         return None
     return _require_published()
@@ -125,22 +123,22 @@ def published_for_current_engine() -> Published | None:
 def _require_published() -> Published:
     if _PUBLISHED is None:
         raise RuntimeError(
-            f"load_format={LOAD_FORMAT!r} takes the weights from a trainer in the same process, and there is none here. Set "
-            "VLLM_ENABLE_V1_MULTIPROCESSING=0; with `vllm serve`, leave load_format out."
+            f"load_format={LOAD_FORMAT!r} takes the weights from a trainer in the same process, and there is none "
+            "here. Set VLLM_ENABLE_V1_MULTIPROCESSING=0; with `vllm serve`, leave load_format out."
         )
     return _PUBLISHED
 
 
 def fused_rows(tensors: list[torch.Tensor], names: list[str]) -> torch.Tensor:
-    """The one tensor whose consecutive row slices are `tensors`, without a copy."""
+    """Join consecutive row slices of one storage without a copy. Raises `RuntimeError` for any other `tensors`."""
     first, rows = tensors[0], 0
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         start = first.storage_offset() + rows * first.stride(0)
         if not same or not tensor.is_contiguous() or tensor.storage_offset() != start:
             raise RuntimeError(
-                f"The trainer's {names} are not slices of one storage any more, so vLLM cannot read them as one layer: something moved the model. Pass "
-                "share_weights=False."
+                f"The trainer's {names} are not slices of one storage any more, so vLLM cannot read them as one layer: "
+                "something moved the model. Pass share_weights=False."
             )
         rows += tensor.shape[0]
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
@@ -148,7 +146,7 @@ def fused_rows(tensors: list[torch.Tensor], names: list[str]) -> torch.Tensor:
 
 @torch.no_grad()
 def fuse_dense_rows(modules: list[nn.Linear]) -> None:
-    """Put the bf16 weights of layers that vLLM fuses into one storage, as `fuse_storage` does for packed ones."""
+    """Move the bf16 weights of vLLM's fused layers into one storage, as `fuse_storage` does for packed ones."""
     weight = torch.cat([module.weight.detach() for module in modules])
     row = 0
     for module in modules:
@@ -169,8 +167,8 @@ class TrainerLoader(BaseModelLoader):
         published = _require_published()
         make_noisy(model)
         renaming = get_current_vllm_config().quant_config.renaming  # type: ignore[union-attr]  # ours
-        taken: set[str] = set()  # parameters of the trainer that need no copy
-        aliased: set[str] = set()  # parameters of vLLM that need no load
+        taken: set[str] = set()  # aliased parameters of the trainer
+        aliased: set[str] = set()  # aliased parameters of vLLM
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, NF4Method):
@@ -188,8 +186,8 @@ class TrainerLoader(BaseModelLoader):
         missing = {name for name, _ in model.named_parameters()} - loaded
         if missing:
             raise RuntimeError(
-                f"{len(missing)} parameters of vLLM's model got no value from the trainer ({sorted(missing)[:4]}). Use share_weights=False or "
-                "use_vllm=False for this architecture."
+                f"{len(missing)} parameters of vLLM's model got no value from the trainer ({sorted(missing)[:4]}). Use "
+                "share_weights=False or use_vllm=False for this architecture."
             )
 
     @staticmethod
@@ -202,7 +200,7 @@ class TrainerLoader(BaseModelLoader):
             layer.weight = Parameter(fused_rows([m.weight.data for m in modules], names), requires_grad=False)
             return {f"{name}.weight" for name in names}
         if len(modules) > 1 and not all(module.fused_rows for module in modules):
-            one_storage(modules)  # a group of this architecture alone
+            one_storage(modules)  # a fused group of this architecture only
         scales = torch.stack([module.global_scale.flatten()[0] for module in modules])
         layer.quant_method.set_weights(
             layer,
@@ -223,43 +221,43 @@ class TrainerLoader(BaseModelLoader):
         return {f"{name}.weight"}
 
 
-#: what nearly every class of transformers calls the model below its head
+#: usual prefix of the model below the head in transformers
 _BASE_PREFIX = "model."
-
-
 #: vLLM's `WeightsMapper`: renaming rules, each from a checkpoint's spelling to vLLM's
 Mapper = Any
 
 
 @dataclass
 class Renaming:
-    """How one engine names its layers: the mappers of its model classes, outermost first. vLLM fuses layers and renames modules; ignore lists,
-    adapters and the trainer's modules go by transformers' names, into which names are translated here. An entry of an ignore list
-    cannot be translated the other way: it may be a pattern."""
+    """Translation of an engine's layer names to transformers': the mappers of its model classes, outermost first.
+    vLLM fuses layers and renames modules; ignore lists, adapters and the trainer use transformers' names. No inverse,
+    since an entry of an ignore list may be a pattern."""
 
     mappers: list[Mapper] = field(default_factory=list)
 
     def add(self, mapper: Mapper) -> None:
-        if all(known is not mapper and known != mapper for known in self.mappers):
+        if mapper not in self.mappers:
             self.mappers.append(mapper)
 
     def original(self, name: str, known: Collection[str] = ()) -> str:
-        """The name in transformers of vLLM's layer `name`. `known` names decide between spellings that vLLM reads alike."""
+        """Transformers' name of vLLM's layer `name`. `known` names decide between equivalent spellings. Raises
+        `ValueError` if no spelling maps back."""
         for mapper in reversed(self.mappers):
             spellings = list(_spellings(name, mapper))
             if not spellings:
                 raise ValueError(
-                    f"vLLM's class renames its layer {name!r} in a way that cannot be turned back. Use use_vllm=False for this architecture."
+                    f"vLLM's class renames its layer {name!r} in a way that cannot be turned back. Use use_vllm=False "
+                    "for this architecture."
                 )
             name = next((spelling for spelling in spellings if spelling in known), spellings[0])
         return name
 
 
 def _spellings(name: str, mapper: Mapper) -> Iterator[str]:
-    """Names whose weight `mapper` translates to the weight of vLLM's layer `name`, the likeliest first.
+    """Checkpoint spellings of vLLM's layer `name` under `mapper`, the likeliest first.
 
-    Where rules replace a prefix, several spellings may be read alike. vLLM's classes list the names of transformers 5 first and those
-    of older checkpoints after them; a name that begins with "model." already is the name of a text model, which needs no rule.
+    Prefix rules may have several. vLLM's classes list names of transformers 5 before those of older checkpoints; a name
+    with the prefix "model." is a text model's and needs no rule.
     """
     weight = f"{name}.weight"
     renamed = [
@@ -274,7 +272,7 @@ def _spellings(name: str, mapper: Mapper) -> Iterator[str]:
 
 
 def _with_parts(weight: str, mapper: Mapper) -> Iterator[str]:
-    """`weight` with one rule for a part of the name turned back."""
+    """`weight` with one substring or suffix rule reversed."""
     for old, new in mapper.orig_to_new_substr.items():
         if new and new.strip(".") and new in weight:
             yield weight.replace(new, old, 1)
@@ -284,14 +282,14 @@ def _with_parts(weight: str, mapper: Mapper) -> Iterator[str]:
 
 
 def split_fused(name: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
-    """The layers that vLLM's layer `name` fuses, in row order; itself, where it fuses none."""
+    """Names of the layers fused in vLLM's layer `name`, in row order; itself for an unfused one."""
     parent, _, leaf = name.rpartition(".")
     shards = packed_modules_mapping.get(leaf, [leaf])
     return [f"{parent}.{shard}" if parent else shard for shard in shards]
 
 
 def stacked(mapper: Any) -> dict[str, list[str]]:
-    """What a class of vLLM says of fused layers in its `hf_to_vllm_mapper`, in the form of a `packed_modules_mapping`."""
+    """Fused layers in the `hf_to_vllm_mapper` of a vLLM class, in the form of a `packed_modules_mapping`."""
     fused: dict[str, list[str]] = {}
     for part, (whole, _) in (getattr(mapper, "orig_to_new_stacked", None) or {}).items():
         part, whole = part.strip("."), whole.strip(".")
@@ -301,8 +299,8 @@ def stacked(mapper: Any) -> dict[str, list[str]]:
 
 
 def with_gap(name: str, known: Collection[str]) -> str:
-    """`name`, or where it is not known the one known name that has further parts before its last: Falcon-H1's layers in vLLM call
-    `layers.0.self_attn.q_proj` `layers.0.q_proj`. Layers are named to their weights by it, which the probe at start compares."""
+    """`name` if known, else the only known name with further parts before its last: vLLM's Falcon-H1 has
+    `layers.0.q_proj` for `layers.0.self_attn.q_proj`. A wrong guess fails in the probe at start."""
     if not known or name in known:
         return name
     parent, _, leaf = name.rpartition(".")

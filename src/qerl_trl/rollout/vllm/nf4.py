@@ -1,11 +1,11 @@
-"""The linear method for a bitsandbytes base (QLoRA): the trainer's own 4-bit tensors, and the adapter in our static buffers.
+"""Linear method for a bitsandbytes base (QLoRA): the trainer's 4-bit tensors, and the adapter in our static buffers.
 
-vLLM's bitsandbytes support is not used (0.31 has none): what bitsandbytes itself does in the trainer is done here,
-product by product, so that both compute with the same weights. q, k and v stay three packed tensors and become three products, since
-blocks of 64 values run on over the ends of rows and cannot be joined or cut. So there is no tensor parallelism.
+vLLM's bitsandbytes support is not used (0.31 has none): bitsandbytes computes each product as in the trainer, with the
+same weights. q, k and v stay three packed tensors and products, since blocks of 64 values cross the ends of rows and
+cannot be joined or cut. So there is no tensor parallelism.
 
-Per shard the tensors are, in this order: packed, absmax, code; with double quantization also offset, absmax2, code2. On a CUDA graph
-capture all of this is kernels on the current stream and allocations from PyTorch's pool.
+Tensors per shard: packed, absmax, code; with double quantization also offset, absmax2, code2. All operations are
+kernels on the current stream and allocations from PyTorch's pool, so CUDA graphs can capture them.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from .linear import AdaptedMethod, Layer, add_adapter_, register_operator
 
 
 def is_nf4(module: nn.Module) -> bool:
-    """Whether `module` holds 4-bit weights of bitsandbytes; its package is not imported for the question."""
+    """Whether `module` has 4-bit weights of bitsandbytes, without importing it."""
     weight = module._parameters.get("weight")
     return type(module).__module__.startswith("bitsandbytes") and hasattr(weight, "quant_state")
 
@@ -63,11 +63,11 @@ register_operator(
 
 @register_weight_loader_v2_supported_method
 class NF4Method(AdaptedMethod):
-    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them. supported.py refuses tensor parallelism."""
+    """Weights are the trainer's `Params4bit`, installed by the loader; supported.py refuses tensor parallelism."""
 
     @torch.no_grad()
     def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:
-        """Install the 4-bit weights of the trainer's `modules`, one per shard: the same tensors, or copies without `alias`."""
+        """Install the 4-bit weights of the trainer's `modules`, one per shard, as copies unless `alias`."""
         states = [module.weight.quant_state for module in modules]
         kinds = {(s.quant_type, s.dtype, s.nested, s.blocksize, s.state2.blocksize if s.nested else 0) for s in states}
         ((layer.nf4_kind, layer.nf4_dtype, nested, *blocks),) = kinds
@@ -80,7 +80,7 @@ class NF4Method(AdaptedMethod):
                 parts += [state.offset, state.state2.absmax, state.state2.code]
             tensors += [part.detach().to(packed.device) for part in parts]
         for index, tensor in enumerate(tensors):
-            # buffers, because torch.compile must see them as inputs of the graph
+            # buffers, so that torch.compile treats them as graph inputs
             layer.register_buffer(f"nf4_{index}", tensor if alias else tensor.clone(), persistent=False)
         layer.nf4_tensors = len(tensors)
 

@@ -1,10 +1,9 @@
 """Norms with a float32 weight inside vLLM.
 
-bf16 weights swallow small noise: around 1.0 half a step is 2^-9, so a noise of 5e-4 would change nothing. vLLM
-instantiates the class registered under `RMSNorm` in its out-of-tree registry instead of its own, which is the public
-hook for a platform's norm. Ours holds the weight in float32 and multiplies in float32; in an engine that does not use
-`qerl_nvfp4` the class behaves as its parent. Norms that are not of vLLM's own classes have no such hook; where the engine takes the
-trainer's weights (loader.py), their instances are given one.
+bf16 weights swallow small noise: around 1.0 half a step is 2^-9, so a noise of 5e-4 would change nothing. vLLM's
+out-of-tree registry is the public hook to replace `RMSNorm`. Our class keeps the weight and multiplies in float32; in
+engines without `qerl_nvfp4` it behaves like its parent. Other norm classes have no such hook; for the trainer's own
+weights (loader.py), `make_noisy` changes their instances.
 """
 
 import functools
@@ -38,7 +37,7 @@ class NoisyRMSNorm(RMSNorm):
         self.noisy = self.has_weight and self.variance_size_override is None and _ours_is_building()
         if self.noisy:
             self.weight = Parameter(self.weight.data.float(), requires_grad=False)
-            if self.enabled():  # else torch.compile makes it part of its neighbours
+            if self.enabled():  # else torch.compile fuses it with its neighbours
                 expect_norm(self, torch.get_default_dtype())
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None):
@@ -59,7 +58,7 @@ class NoisyRMSNorm(RMSNorm):
 
 
 class NoisyGemmaRMSNorm(GemmaRMSNorm):
-    """Gemma's norm (weight + 1) with the weight held in float32; its arithmetic is float32 already."""
+    """Gemma's norm (weight + 1) with a float32 weight; its arithmetic is float32 already."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -74,7 +73,7 @@ _CLASSES: dict[str, tuple[Any, Any, str]] = {
 }
 try:  # vLLM's Transformers backend builds these instead
     from vllm.model_executor.models.transformers.fusers.rms_norm import TPAwareGemmaRMSNorm, TPAwareRMSNorm
-except ImportError:  # before that backend replaced norms, or after it called them something else
+except ImportError:  # versions without these classes
     pass
 else:
 
@@ -91,22 +90,22 @@ else:
 
 
 def install() -> None:
-    """Register our classes in vLLM's out-of-tree registry, once per process, when an engine asks for our method."""
+    """Register our classes in vLLM's out-of-tree registry, once per process."""
     for name, (parent, ours, op_name) in _CLASSES.items():
         if op_registry_oot.get(name) is ours:
             continue
         parent.register_oot(ours, name=name)
-        ours.name = op_name  # the name by which compilation_config.custom_ops switches the stock class
+        ours.name = op_name  # the stock class's name in compilation_config.custom_ops
 
 
 class _InFloat32:
-    """In front of a norm class that is no operator of vLLM's: its own arithmetic, in float32."""
+    """Mixin for a norm class other than vLLM's operators: its own arithmetic, in float32."""
 
     noisy = True
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         inputs = (x.float(),) if residual is None else (x.float(), residual.float())
-        output = super().forward(*inputs)  # type: ignore[misc]  # of the class behind this one
+        output = super().forward(*inputs)  # type: ignore[misc]  # the next class in the MRO
         if isinstance(output, tuple):
             return tuple(part if part is None else part.to(x.dtype) for part in output)
         return output.to(x.dtype)
@@ -118,8 +117,8 @@ def _in_float32(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def make_noisy(model: nn.Module) -> None:
-    """Let every other norm of `model` carry noise too: LayerNorm (Cohere, StableLM, Phi, Nemotron), or a class of one model's own. Before its
-    weights are loaded, so that they keep float32 values."""
+    """Enable noise on every other norm of `model`: LayerNorm (Cohere, StableLM, Phi, Nemotron) or a model's own class.
+    Call it before the weights are loaded, so that they keep float32 values."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         if isinstance(module, CustomOp) or weight is None or weight.ndim != 1 or not _is_norm(module):
@@ -137,5 +136,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def find_norms(model: nn.Module, original: Callable[[str], str]) -> dict[str, nn.Module]:
-    """The norms of a vLLM model that can carry noise, by transformers' names, which `original` makes of vLLM's."""
+    """Norms of a vLLM model with support for noise, by transformers' names; `original` translates vLLM's names."""
     return {original(name): module for name, module in model.named_modules() if getattr(module, "noisy", False)}

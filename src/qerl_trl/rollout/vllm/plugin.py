@@ -1,8 +1,6 @@
-"""What vLLM finds through the entry point `vllm.general_plugins`: the quantization method `qerl_nvfp4` and the loader
-`qerl_trainer`.
+"""vLLM plugin (entry point `vllm.general_plugins`): quantization method `qerl_nvfp4` and loader `qerl_trainer`.
 
-vLLM calls `register` once in every process it starts, ours or not: an engine that does not ask for `quantization="qerl_nvfp4"` runs exactly as
-without this package.
+vLLM calls `register` once in every process. Engines without `quantization="qerl_nvfp4"` run as without this package.
 """
 
 import contextlib
@@ -20,17 +18,20 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 logger = logging.getLogger(__name__)
-#: what the tests have run: 0.25.1 on a GPU; 0.25.1, 0.28.0 and 0.31.0 on a CPU. The extra `vllm` in pyproject.toml says the same
+#: tested versions: 0.25.1 on a GPU; 0.25.1, 0.28.0, 0.31.0 on a CPU. Same as the extra `vllm` in pyproject.toml
 OLDEST_VLLM, NEWEST_VLLM = "0.25.1", "0.31.0"
 
 
 def register() -> None:
-    """Entry point. Re-entrant; a vLLM whose interfaces have moved is left alone, with a warning."""
+    """Entry point. Re-entrant; only warns about a vLLM with other interfaces."""
     try:
         from . import loader, quantization  # noqa: F401  (their decorators register)
     except ImportError as error:
-        # raising here would break every engine on this machine, also those that have nothing to do with qerl-trl
-        said = "qerl-trl works with vLLM %s to %s and could not register its quantization method (%s). Other engines are not affected."
+        # an exception here would break every engine on this machine
+        said = (
+            "qerl-trl works with vLLM %s to %s and could not register its quantization method (%s). Other engines are "
+            "not affected."
+        )
         logger.warning(said, OLDEST_VLLM, NEWEST_VLLM, error)
 
 
@@ -40,7 +41,7 @@ _ADVICE = (
 
 
 def check_vllm(oldest: str | None = OLDEST_VLLM) -> None:
-    """Called before a model is loaded. None: any version will do."""
+    """Raise `ImportError` for a missing vLLM or one before `oldest` (None: any version)."""
     if importlib.util.find_spec("vllm") is None:
         wrong = "is not installed"
     elif oldest is not None and Version(version := installed_version()) < Version(oldest):
@@ -51,7 +52,7 @@ def check_vllm(oldest: str | None = OLDEST_VLLM) -> None:
 
 
 def broken_vllm(reason: BaseException | str) -> ImportError:
-    """What to raise where vLLM is installed and cannot be imported, mostly because it was compiled for another PyTorch."""
+    """Error for an installed vLLM with a failing import, mostly compiled for another PyTorch."""
     version, wanted, again = "", "", "vllm"
     if found := _distribution():
         version, again = f" {found.version}", f"{found.metadata['Name']}=={found.version.partition('+')[0]}"
@@ -60,9 +61,9 @@ def broken_vllm(reason: BaseException | str) -> ImportError:
     if isinstance(reason, BaseException):
         reason = f"{type(reason).__name__}: {reason}"
     return ImportError(
-        f"vLLM{version} is installed and cannot be imported ({reason.strip()}).{wanted} torch {importlib.metadata.version('torch')} is here. "
-        f"Install the two together: pip install --force-reinstall {again}, which brings its torch. To train without vLLM: pip uninstall vllm, "
-        "use_vllm=False."
+        f"vLLM{version} is installed and cannot be imported ({reason.strip()}).{wanted} torch "
+        f"{importlib.metadata.version('torch')} is here. Install the two together: pip install --force-reinstall "
+        f"{again}, which brings its torch. To train without vLLM: pip uninstall vllm, use_vllm=False."
     )
 
 
@@ -74,18 +75,16 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def installed_version() -> str:
-    found = _distribution()
-    return (
-        found.version if found else importlib.import_module("vllm").__version__
-    )  # built from source under another name
+    found = _distribution()  # None: built from source under another name
+    return found.version if found else importlib.import_module("vllm").__version__
 
 
-#: vLLM itself only logs that one of these cannot be loaded, and fails at the first product
+#: vLLM only logs a failed load of these, and fails at the first product
 _KERNELS = ("vllm._C_stable_libtorch", "vllm._C")
 
 
 def import_vllm() -> None:
-    """Import vLLM with what it has compiled. Raises `ImportError` with the versions and the remedy."""
+    """Import vLLM and its compiled modules. Raises `ImportError` with the versions and the remedy."""
     try:
         importlib.import_module("vllm.entrypoints.llm")
         compiled = next((name for name in _KERNELS if importlib.util.find_spec(name)), None)
@@ -95,12 +94,12 @@ def import_vllm() -> None:
         raise broken_vllm(error) from error
 
 
-#: what vLLM takes as `max_lora_rank`
+#: allowed values of vLLM's `max_lora_rank`
 _SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)
 
 
 def slot_of(rank: int) -> int | None:
-    """vLLM's `max_lora_rank` for an adapter of this rank; `None`: its slots have no such size."""
+    """vLLM's `max_lora_rank` for an adapter of this rank; `None` if none is large enough."""
     return next((size for size in _SLOT_RANKS if size >= rank), None)
 
 
@@ -108,9 +107,8 @@ class CheckpointEngine:
     """vLLM on `model`, a folder or Hub id of a bf16 or NVFP4 checkpoint.
 
     Args:
-        adapter: folder of a PEFT adapter. Completions end where those of its run did.
-        arguments: further arguments of `vllm.LLM`. The prompts are text: a model that sees pictures is built without its tower, unless
-            `language_model_only=False` is among them.
+        adapter: folder of a PEFT adapter. Completions end at the end tokens of its run.
+        arguments: further arguments of `vllm.LLM`. Default `language_model_only=True` for multimodal models: no tower.
     """
 
     def __init__(self, model: str, adapter: str | None = None, seed: int = 0, **arguments: Any) -> None:
@@ -127,7 +125,7 @@ class CheckpointEngine:
         config = AutoConfig.from_pretrained(model, **named)
         if config.get_text_config(decoder=True) is not config:
             arguments = {"language_model_only": True, **arguments}
-        #: what says where completions end: the run's own files where the adapter has them
+        # end tokens: from the run's own files if the adapter has them
         self.config, self.revision = config, named.get("revision")
         self.generation = adapter if adapter and Path(adapter, "generation_config.json").is_file() else model
         own = adapter if adapter and Path(adapter, "tokenizer_config.json").is_file() else model
@@ -158,10 +156,10 @@ class CheckpointEngine:
         ends: list[int],
         **template: Any,
     ) -> list[str]:
-        """One completion per conversation; number i is drawn with `seed + i`, since equal prompts would repeat under one seed.
+        """One completion per conversation; number i uses `seed + i`, so that equal prompts get different completions.
 
         Args:
-            ends: ids of the tokens that end a completion.
+            ends: end token ids of a completion.
             template: `chat_template` and `chat_template_kwargs` of `vllm.LLM.chat`.
         """
         from vllm import SamplingParams
@@ -172,5 +170,5 @@ class CheckpointEngine:
         return [output.outputs[0].text for output in outputs]
 
 
-if __name__ == "__main__":  # ends with 1 and the reason where vLLM cannot be loaded
+if __name__ == "__main__":  # exit status 1 and the reason if vLLM cannot be loaded
     import_vllm()

@@ -1,19 +1,18 @@
-"""The vLLM quantization config `qerl_nvfp4`: decides which of our methods (linear.py) a layer gets.
+"""The vLLM quantization config `qerl_nvfp4`: chooses our method (linear.py) for each layer, by the source of weights:
 
-Where the weights come from decides first:
-- `load_format="qerl_trainer"`: the trainer's own modules say which layer is packed and which is dense;
-- a compressed-tensors or ModelOpt NVFP4 checkpoint (`quantization="qerl_nvfp4"` takes it over): its config says so;
-- a bf16 checkpoint: quantized while it loads, but for the output head and what `ignore` means.
+- `load_format="qerl_trainer"`: packed and dense layers as in the trainer's model;
+- a compressed-tensors or ModelOpt NVFP4 checkpoint (taken over by `quantization="qerl_nvfp4"`): by its config;
+- a bf16 checkpoint: quantized at load, except for the output head and `ignore`.
 
-The last two are read and decided by `nvfp4/checkpoints.py`, as in the trainer, on the layers' names in transformers.
+`nvfp4/checkpoints.py` decides the last two, as in the trainer, by transformers' layer names.
 
-Options travel in vLLM's own `additional_config` (`--additional-config` of `vllm serve`), under the key `qerl`:
+Options are in vLLM's own `additional_config` (`--additional-config` of `vllm serve`), under the key `qerl`:
 
     {"qerl": {"adapter": {"rank": 32, "targets": ["q_proj", ...]},   reserve buffers for one LoRA adapter
-              "scale_rule": "rtn",                                    when quantizing at load
-              "ignore": ["re:.*mlp.gate$"],                           layers that stay dense, as modules_to_not_convert
-              "base": "nvfp4" | "dense",                              "dense": keep a bf16 checkpoint as it is
-              "batch_invariant": true}}                               compiled graphs of their own; VLLM_BATCH_INVARIANT=1 is the switch
+              "scale_rule": "rtn",                                    for quantization at load
+              "ignore": ["re:.*mlp.gate$"],                           dense layers, as modules_to_not_convert
+              "base": "nvfp4" | "dense",                              "dense": keep a bf16 checkpoint unchanged
+              "batch_invariant": true}}                               cache key only; set VLLM_BATCH_INVARIANT=1
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -44,13 +43,13 @@ from .linear import (
 from .loader import Mapper, Renaming, split_fused, stacked, with_gap
 from .nf4 import NF4Method
 
-#: layout of a packed checkpoint (None: dense) -> what a packed layer gets
+#: layout of a checkpoint (None: dense) -> method of its packed layers
 _METHODS: dict[str | None, Callable[..., AdaptedMethod]] = {
     None: OnlineNVFP4Method,
     "compressed-tensors": NVFP4Method,
     "modelopt": ModelOptNVFP4Method,
 }
-#: what the trainer's layer holds -> what vLLM's gets
+#: format of the trainer's layer -> method of vLLM's
 _SHARED_METHODS: dict[str, Callable[..., AdaptedMethod]] = {
     "nvfp4": NVFP4Method,
     "nf4": NF4Method,
@@ -66,49 +65,42 @@ class EngineOptions:
     scale_rule: str = "rtn"
     base: str = "nvfp4"
     ignore: tuple[str, ...] = ()
-    batch_invariant: bool = False  # this and the next are for vLLM's cache of compiled graphs: not read here
+    batch_invariant: bool = False  # like `holds` only a key of vLLM's cache of compiled graphs
     holds: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", check_entries(self.ignore, "qerl option ignore"))
 
     def rank_on(self, names: list[str]) -> int:
-        """Rank of the adapter on a layer that fuses `names`; 0 where it is on none of them."""
+        """Rank of the adapter on the fused layer of `names`; 0 without an adapter on any."""
         targets = self.adapter["targets"] if self.adapter else ()
         adapted = any(f".{name}".endswith(f".{target}") for name in names for target in targets)
         return self.adapter["rank"] if self.adapter and adapted else 0
 
     @classmethod
     def current(cls) -> "EngineOptions":
-        """The options of the engine that is being built."""
+        """Options of the engine under construction."""
         config = get_current_vllm_config().additional_config
         return cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
 
 
 def _model_type() -> str | None:
-    """The text decoder's `model_type` of the engine that is being built."""
+    """The text decoder's `model_type` of the engine under construction."""
     model = get_current_vllm_config().model_config
     return None if model is None else model.hf_text_config.model_type
 
 
 def _format_of(name: str, columns: int, selection: Selection, options: EngineOptions) -> str:
-    """What the checkpoint's layer `name` is in the engine: "nvfp4", "fp8" (dense once it is loaded) or "dense"."""
+    """Format of the checkpoint's layer `name` in the engine: "nvfp4", "fp8" (dense once loaded) or "dense"."""
     if selection.is_fp8(name):
         return "fp8"
     return "nvfp4" if options.base == "nvfp4" and selection.is_quantized(name, columns) else "dense"
 
 
-def _mapper_of_class() -> Mapper | None:
-    """`hf_to_vllm_mapper` of the class of the engine that is being built, with what vLLM leaves out when it announces it."""
-    model = get_current_vllm_config().model_config
-    known = model is not None and model.architectures
-    return getattr(get_model_cls(model), "hf_to_vllm_mapper", None) if known else None
-
-
 @register_quantization_config(METHOD)
 @dataclass(eq=False)
 class QeRLQuantizationConfig(QuantizationConfig):
-    """vLLM's view of a model on our kernels: which of its layers the checkpoint says are NVFP4, in which layout."""
+    """vLLM's view of a model on our kernels: NVFP4 layers of the checkpoint, and their layout."""
 
     selection: Selection = field(default_factory=Selection)  # a bf16 checkpoint: everything, quantized while it loads
 
@@ -118,7 +110,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
         norm.install()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A worker process receives this object pickled, and needs our norm class as well."""
+        """Unpickle in a worker process, and install our norm classes there."""
         self.__dict__.update(state)
         norm.install()
 
@@ -134,7 +126,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return []  # no config in the checkpoint: vLLM then calls cls(), which means "bf16, quantize at load"
+        return []  # without a config in the checkpoint vLLM calls cls(): bf16, quantized at load
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QeRLQuantizationConfig":
@@ -147,22 +139,24 @@ class QeRLQuantizationConfig(QuantizationConfig):
     def override_quantization_method(  # type: ignore[override]  # as get_name
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take over an NVFP4 checkpoint of another tool, only when the user asked for our method."""
+        """Take over another tool's NVFP4 checkpoint, only for `quantization="qerl_nvfp4"`."""
         return METHOD if user_quant == METHOD and hf_quant_cfg else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Mapper) -> None:
-        """vLLM announces how the model class that it is about to build renames modules."""
+        """vLLM's hook with the renaming rules of the next model class."""
         self.renaming.add(hf_to_vllm_mapper)
 
     def originals(self, prefix: str, known: Collection[str] = ()) -> list[str]:
-        """The checkpoint's layers that vLLM's layer `prefix` runs as one, in row order, by transformers' names.
+        """Transformers' names of the checkpoint layers fused in vLLM's layer `prefix`, in row order.
 
-        Several places say what vLLM fuses, and a class may inherit a mapping that is another's (GLM has Llama's, and one `gate_up_proj`).
-        The first that gives layers in `known` is right; where nothing is known, the first.
+        vLLM lists fused layers in several places, and a class may inherit a wrong mapping (GLM has Llama's, but one
+        `gate_up_proj`). The first with all layers in `known` wins; the first of all without `known`.
         """
-        row = ROWS.get(_model_type() or "")
+        row, model = ROWS.get(_model_type() or ""), get_current_vllm_config().model_config
         leaf = prefix.rpartition(".")[2]
-        said = [{} if row is None else row.fused, self.packed_modules_mapping, stacked(_mapper_of_class())]
+        # the class's own mapper has stacked rules, unlike the one in apply_vllm_mapper
+        mapper = getattr(get_model_cls(model), "hf_to_vllm_mapper", None) if model and model.architectures else None
+        said = [{} if row is None else row.fused, self.packed_modules_mapping, stacked(mapper)]
         found: list[str] = []
         for fused in [*(fused for fused in said if leaf in fused), {}]:  # after them, the layer itself
             names = [with_gap(self.renaming.original(name, known), known) for name in split_fused(prefix, fused)]
@@ -172,24 +166,26 @@ class QeRLQuantizationConfig(QuantizationConfig):
         return found
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of one layer; None for what vLLM should handle as if unquantized."""
+        """Method of one layer; None for vLLM's unquantized default. Raises `ValueError` for mixture-of-experts layers,
+        and for fused layers of different formats."""
         shared = loader.published_for_current_engine()
         if isinstance(layer, VocabParallelEmbedding):
             return None if shared is None else EmbeddingMethod(deferred=shared.alias)
         if not isinstance(layer, LinearBase):
             if {"RoutedExperts", "FusedMoE"} & {cls.__name__ for cls in type(layer).__mro__}:
                 raise ValueError(
-                    f"{prefix} is a mixture-of-experts layer, which {METHOD} does not support. Use a dense model or use_vllm=False."
+                    f"{prefix} is a mixture-of-experts layer, which {METHOD} does not support. Use a dense model or "
+                    "use_vllm=False."
                 )
             return None
         if get_current_vllm_config().parallel_config.worker_extension_cls == WORKER_EXTENSION:
-            secret()  # a server without one would load its weights first, and refuse to start afterwards
+            secret()  # raise before the weights are loaded
         options = EngineOptions.current()
         known = () if shared is None else shared.modules
         method: Callable[..., AdaptedMethod]
         names = self.originals(prefix, known)
         if shared is not None and in_tower(prefix) and not all(name in known for name in names):
-            # of a class that builds its towers otherwise: copied under the names of the checkpoint
+            # vLLM's class builds this tower in another form: copied by checkpoint names
             return UnquantizedLinearMethod()
         rank = options.rank_on(names)
         if shared is not None:

@@ -1,11 +1,10 @@
-"""What changes inside vLLM between rollouts: adapter buffers and noisy norms of one model, on one tensor-parallel rank.
+"""Mutable state of one vLLM model on one tensor-parallel rank: adapter buffers and noisy norms.
 
-Everything is an in-place copy into tensors that exist since the engine was built, so captured CUDA graphs and compiled code
-stay valid. Whoever calls these methods must reset the engine's prefix cache afterwards: its keys do not know about weights.
+Every change is an in-place copy into the engine's own tensors, so captured CUDA graphs and compiled code stay valid.
+Callers must reset the engine's prefix cache afterwards: its keys ignore the weights.
 
-An update is looked at as a whole before the first byte is copied: names, shapes, dtypes, finite values. One that is refused has changed
-nothing. What each adapter buffer then has to hold is remembered as a sum of its bits, taken from what came and not from where it went, so that
-`contents` finds a copy that was lost or was made by half.
+The whole update is checked before the first copy (names, shapes, dtypes, finite values): a refused one changes nothing.
+The expected bit sums of the adapter buffers come from the update, so that `contents` detects a lost or partial copy.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,25 +19,25 @@ from ..engine import (
     Contents,
     RolloutError,
     all_bits,
-    bits,
     fingerprint,
     not_finite,
     rounded,
     update_fingerprint,
+    word_sum,
 )
 from .linear import AdaptedMethod, Layer, parts_of
 from .loader import Renaming
 from .norm import find_norms
 
-#: elements of an adapter that are copied together
+#: elements of an adapter per batch of copies
 _TOGETHER = 2**24
 
 
 class _Slot:
-    """Where one layer of the checkpoint lives: shard number `shard` of vLLM's `layer`, with views of its part of the buffers.
+    """Place of one checkpoint layer: shard number `shard` of vLLM's `layer`, with views of its part of the buffers.
 
-    a_RK (padded r, K of this rank), b_NR (N of this rank, padded r); `rows` and `columns` say which part of the unsharded B and A
-    this rank holds, None for all of it.
+    a_RK (padded r, K of this rank), b_NR (N of this rank, padded r). `rows` and `columns`: this rank's part of the
+    unsharded B and A, None for all of it.
     """
 
     def __init__(self, layer: Layer, shard: int) -> None:
@@ -54,7 +53,7 @@ class _Slot:
         self.full_n, self.full_k = layer.quant_method.full_sizes(layer, shard)
 
     def refuses(self, name: str, tensors: AdapterTensors) -> str | None:
-        """Why these tensors cannot be this layer's adapter."""
+        """Reason to refuse these tensors as this layer's adapter, if any."""
         a, b, rank = tensors.a, tensors.b, tensors.a.shape[0]
         if rank > self.rank:
             return f"{name} has rank {rank}, but the engine reserved {self.rank}"
@@ -70,7 +69,7 @@ class _Slot:
         return a, b
 
     def filled(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where an adapter of this rank goes. What lies beyond becomes zero: it may hold an earlier, larger adapter."""
+        """Buffers for an adapter of this rank. The rest becomes zero: it may have values of a larger adapter."""
         if rank < self.rank:
             self.a_RK[rank:].zero_()
             self.b_NR[:, rank:].zero_()
@@ -78,7 +77,7 @@ class _Slot:
 
 
 class RolloutState:
-    """The mutable part of this rank's vLLM model that was built by our method. `known`: the trainer's modules, where they are known."""
+    """Mutable state of this rank's vLLM model. `known`: names of the trainer's modules, if known."""
 
     def __init__(self, model: Any, renaming: Renaming | None = None, known: Collection[str] = ()) -> None:
         self.model = model
@@ -95,40 +94,36 @@ class RolloutState:
             self._halves += [(f"{name}.lora_A", slot.a_RK), (f"{name}.lora_B", slot.b_NR)]
         self.renaming, self._known = renaming or Renaming(), known
         self.norms: dict[str, Any] = find_norms(model, self.original)
-        self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
+        self._clean: torch.Tensor | None = None  # clean weights of all noisy norms, concatenated, float32
         self._names: tuple[str, ...] = ()
         self.draw: NoiseDraw | None = None
         self._received: str | None = None
-        #: name of an adapter's buffer -> `bits` that it has to have
+        #: name of an adapter's buffer -> its expected `bits`
         self._bits = dict.fromkeys((name for name, _ in self._halves), 0)
 
     def original(self, name: str) -> str:
         return self.renaming.original(name, self._known)
 
-    # ------------------------------------------------------------------ what is there
-
     @torch.no_grad()
     def contents(self) -> Contents:
-        """What this rank computes with. Reads the adapter once."""
+        """State of this rank. Reads the adapter once."""
         found = all_bits([half for _, half in self._halves]).tolist()
         damaged = [name for (name, _), now in zip(self._halves, found, strict=True) if now != self._bits[name]]
         return Contents(self._received, damaged, self.draw)
 
     @torch.no_grad()
     def sums(self) -> dict[str, int]:
-        """`bits` of every parameter and buffer of vLLM's model, by its name there. Reads all of them once."""
+        """`bits` of all parameters and buffers of vLLM's model, by vLLM's names. Reads each once."""
         tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
         return dict(zip(tensors, all_bits(list(tensors.values())).tolist(), strict=True))
-
-    # ------------------------------------------------------------------ adapter
 
     @torch.no_grad()
     def load_adapter(
         self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], received: str | None = None
     ) -> int:
-        """Copy an adapter into the buffers, and new clean weights into trained norms; the number of layers written. Layers that have buffers but
-        are not in `adapter` become zero; noise in force stays in force, on top of the norms. `received` is the update's name in `contents`, by
-        default its fingerprint."""
+        """Copy an adapter into the buffers, and new clean weights into trained norms. Buffers of other layers become
+        zero; current noise stays on. `received`: name of the update in `contents`, by default its fingerprint.
+        Returns the number of layers. Raises `ValueError` for a wrong update."""
         found = self._checked(adapter, norms)
         received = received or update_fingerprint(adapter, norms)
         for group in self._groups(adapter):
@@ -144,7 +139,7 @@ class RolloutState:
         return len(adapter)
 
     def _checked(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """`bits` of what the adapter's buffers have to hold after this update."""
+        """Expected `bits` of the adapter's buffers after this update."""
         problems = [f"vLLM has no buffers for {name}" for name in adapter if name not in self.slots]
         problems += [f"vLLM has no norm {name}" for name in norms if name not in self.norms]
         if not problems:
@@ -165,12 +160,13 @@ class RolloutState:
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise ValueError(
-                f"The update cannot be taken, and nothing has changed: {'; '.join(problems[:3])}{more}. Send one that was made for this model."
+                f"The update cannot be taken, and nothing has changed: {'; '.join(problems[:3])}{more}. Send one that "
+                "was made for this model."
             )
         return dict.fromkeys(self._bits, 0) | found
 
     def _groups(self, adapter: Mapping[str, AdapterTensors]) -> Iterator[list[str]]:
-        """The adapter's layers, as many at a time as are small together."""
+        """The adapter's layers in groups of about `_TOGETHER` elements."""
         group, size = list[str](), 0
         for name, tensors in adapter.items():
             group.append(name)
@@ -182,26 +178,25 @@ class RolloutState:
             yield group
 
     def _parts(self, adapter: Mapping[str, AdapterTensors], group: list[str]) -> list[torch.Tensor]:
-        """This rank's A and B of each layer of the group in turn, alpha/r folded into B in float32."""
+        """This rank's A and B of each layer of the group in turn, with alpha/r in B, in float32."""
         parts = [half for name in group for half in self.slots[name].part(adapter[name])]
         factors = [adapter[name].scaling for name in group]
         if any(factor != 1.0 for factor in factors):
             parts[1::2] = torch._foreach_mul([b.float() for b in parts[1::2]], factors)
         return parts
 
-    # ------------------------------------------------------------------ weights that are trained themselves
-
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole weights, by the checkpoint's names, into vLLM's parameters. Noise in force stays in force, on top of them."""
+        """Copy whole weights, by the checkpoint's names, into vLLM's parameters. Current noise stays on. Raises
+        [`RolloutError`] if vLLM has other weights afterwards."""
         draw = self.draw
         self.clear_noise()
         came: list[tuple[str, torch.Tensor]] = []
-        ends: dict[str, tuple[str, torch.Tensor]] = {}  # the first and the last linear layer that came
+        ends: dict[str, tuple[str, torch.Tensor]] = {}  # first and last linear layer in `weights`
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                came.append((name, bits(tensor)))
+                came.append((name, word_sum(tensor)))
                 layer = name.removesuffix(".weight")
                 if layer in self.shards:
                     ends["first" if not ends else "last"] = (layer, tensor)
@@ -211,8 +206,8 @@ class RolloutState:
         wrong = self.differing(dict(ends.values()))
         if not loaded or wrong:
             raise RolloutError(
-                f"vLLM's {type(self.model).__name__} took {len(loaded or ())} of {len(came)} trained weights and holds other values in {wrong}. Use "
-                "use_vllm=False for this architecture."
+                f"vLLM's {type(self.model).__name__} took {len(loaded or ())} of {len(came)} trained weights and holds "
+                f"other values in {wrong}. Use use_vllm=False for this architecture."
             )
         if self._names:
             self._clean = self._gather()
@@ -222,7 +217,7 @@ class RolloutState:
 
     @torch.no_grad()
     def differing(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """Which of these dense layers, given as unsharded (N, K) weights, vLLM does not hold bit for bit in its own dtype."""
+        """Names of dense layers, given as unsharded (N, K) weights, with other bits in vLLM's own dtype."""
         wrong = []
         for name, weight in weights.items():
             layer, shard = self.shards[name]
@@ -233,18 +228,17 @@ class RolloutState:
                 wrong.append(name)
         return wrong
 
-    # ------------------------------------------------------------------ noise
-
     @torch.no_grad()
     def declare_noisy(self, names: Iterable[str]) -> None:
-        """Which norms carry noise, by canonical names in a fixed order. Keeps clean copies, and turns noise off, where others did before."""
+        """Set the noisy norms, by canonical names in a fixed order, and keep clean copies. A change turns noise off.
+        Raises `ValueError` for unknown norms."""
         if (names := tuple(names)) and names == self._names:
             return
         unknown = sorted(set(names) - set(self.norms))
         if unknown or not names:
             raise ValueError(
-                f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}). LayerNorms need "
-                "vllm_mode='colocate'; or use use_vllm=False or aqn=False."
+                f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them "
+                f"({unknown[:4]}). LayerNorms need vllm_mode='colocate'; or use use_vllm=False or aqn=False."
             )
         self.clear_noise()
         self._names = names
@@ -252,7 +246,7 @@ class RolloutState:
         self.draw = None
 
     def _update_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """New clean weights of trained norms. Noise in force stays in force, on top of them."""
+        """New clean weights of trained norms. Current noise stays on."""
         for name, weight in weights.items():
             self.norms[name].weight.copy_(weight)
         if self._clean is not None:
@@ -261,7 +255,7 @@ class RolloutState:
             self.set_noise(self.draw or NoiseDraw(0.0, 0, 0, 0))
 
     def clean_norms(self) -> dict[str, torch.Tensor]:
-        """Weights of all norms that can carry noise, without noise."""
+        """Clean weights of all norms with support for noise."""
         norms = {name: norm.weight.detach() for name, norm in self.norms.items()}
         if self._clean is not None:
             norms |= dict(zip(self._names, self._split(self._clean), strict=True))
@@ -269,7 +263,7 @@ class RolloutState:
 
     @torch.no_grad()
     def set_noise(self, draw: NoiseDraw) -> None:
-        """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone."""
+        """Set every noisy norm to clean + sigma * z, in float32; z depends only on the draw and the norm's name."""
         assert self._clean is not None, "declare_noisy comes first"
         weights = self._weights()
         noisy = self._clean
@@ -288,13 +282,13 @@ class RolloutState:
 
     @torch.no_grad()
     def sigma_effective(self) -> float:
-        """Rms of what was really added to the norm weights that vLLM computes with."""
+        """Rms of the noise in vLLM's norm weights, as rounded."""
         if self._clean is None:
             return 0.0
         return float((self._gather() - self._clean).square().mean().sqrt())
 
     def _gather(self) -> torch.Tensor:
-        """The noisy norms' weights as they are now, one after the other: (sum of sizes,) float32, a copy."""
+        """A copy of the noisy norms' current weights, concatenated: (sum of sizes,) float32."""
         return torch.cat([weight.flatten() for weight in self._weights()]).float()
 
     def _weights(self) -> list[torch.Tensor]:

@@ -1,31 +1,37 @@
-"""Worker extension for `vllm serve`: takes the adapter and the noise of each step, on every tensor-parallel rank.
+"""Worker extension for `vllm serve`: applies the adapter and the noise of each step on every tensor-parallel rank.
 
-`EngineSpec.serve_command` gives the command that starts a server with it. vLLM mixes `QeRLWorkerExtension` into its worker. `RolloutEndpoint`, an
-ASGI middleware in front of the server, asks for the trainer's secret and calls these methods. Arguments are text; nothing is unpickled.
-
-Open to everybody are `/health` and `/metrics`. With the secret come vLLM's own paths, and one for the trainer: POST to `CALL` runs a method of the
-worker extension on every rank, PUT takes an update from another host.
+`EngineSpec.serve_command` starts a server with it. vLLM mixes `QeRLWorkerExtension` into its worker. `RolloutEndpoint`,
+an ASGI middleware, checks the trainer's secret for all paths except `/health` and `/metrics`: vLLM's own, and `CALL`
+for the trainer. There POST runs a method of the worker extension on every rank, and PUT receives an update from another
+host. Arguments are text; nothing is unpickled.
 """
 
 import functools
+import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from ...noise.hooks import NoiseDraw
-from ..engine import CALL, MESSAGE_TIMEOUT, batch_invariant, is_allowed, secret
+from ..engine import CALL, MESSAGE_TIMEOUT, batch_invariant, secret
 from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, summary
 from .linear import DenseMethod
 from .state import RolloutState
 
+logger = logging.getLogger("uvicorn.error")  # vLLM does not show ours
+
 
 def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
-    """Turn refusals into an answer {"error": ...}: an exception in one worker would end a tensor-parallel engine."""
+    """Return errors as {"error": ...}: an exception in one worker would kill a tensor-parallel engine."""
 
     @functools.wraps(method)
     def answering(self, *args: str) -> dict:
@@ -38,7 +44,7 @@ def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
 
 
 class QeRLWorkerExtension:
-    """Methods that vLLM's worker gains. Each answers with one dict per rank; {"error": text} when it refused."""
+    """Methods added to vLLM's worker. Each returns one dict per rank; {"error": text} for a refusal."""
 
     # the worker's own
     model_runner: Any
@@ -56,7 +62,7 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_describe(self, name: str) -> dict:
-        """What this rank holds ([`describe`]), without the noise of an earlier run, and whether it can open the shared memory `name`."""
+        """[`describe`] this rank, without an earlier run's noise; `same_host`: it can open the shared memory `name`."""
         if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
             raise ValueError(
                 f"--data-parallel-size {engines} makes {engines} engines, and vLLM answers for the first only, so an "
@@ -70,7 +76,8 @@ class QeRLWorkerExtension:
         """Load an adapter (and trained norms), set the noise, or both. A refused update changes nothing.
 
         Args:
-            text: JSON with "update": {"layout", "memory", "checksum", "fingerprint"} or None, and "noisy" (names of norms) and "draw", or None.
+            text: JSON with "update" ({"layout", "memory", "checksum", "fingerprint"} or None), "noisy" (names of norms)
+                and "draw" (or None).
         """
         asked = json.loads(text)
         state, answer = self._qerl_state(), dict[str, Any]()
@@ -82,7 +89,7 @@ class QeRLWorkerExtension:
             flat = self._qerl_read(update["memory"], layout.nbytes)
             if checksum_of(flat) != update["checksum"]:
                 raise ValueError(
-                    f"The update of {layout.nbytes} bytes arrived damaged (another checksum), and nothing changed."
+                    f"The update of {layout.nbytes} bytes arrived damaged, and nothing changed. Send it again."
                 )
             adapter, norms = layout.unpack(flat)
             layers = state.load_adapter(adapter, norms, received=update["fingerprint"])
@@ -103,12 +110,12 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_contents(self) -> dict:
-        """What this rank computes with (`Contents` in rollout/engine.py); `received` is the latest update's fingerprint."""
+        """`Contents` (rollout/engine.py) of this rank; `received` is the latest update's fingerprint."""
         return self._qerl_state().contents()._asdict()
 
 
 def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
-    """Answer of `qerl_describe`: settings, adapter buffers, and `WeightSummary` per weight under the checkpoint's names. JSON-able."""
+    """Answer of `qerl_describe`, JSON-able: settings, adapter buffers, and `WeightSummary` per checkpoint weight."""
     weights: dict[str, WeightSummary] = {}
     for name, (layer, shard) in state.shards.items():
         start = sum(layer.qerl_splits[:shard])
@@ -116,16 +123,14 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
         if isinstance(layer.quant_method, DenseMethod):
             weights[name] = summary("dense", layer.weight[rows])
         else:
-            divisor = layer.weight_global_scale.flatten()
-            divisor = divisor[start] if divisor.numel() > 1 else divisor[0]
-            weights[name] = summary(
-                "nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=float(divisor)
-            )
+            scales = layer.weight_global_scale.flatten()
+            scale = float(scales[start if scales.numel() > 1 else 0])
+            weights[name] = summary("nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=scale)
         if layer.bias is not None:
             weights[f"{name}.bias"] = summary("bias", layer.bias[rows])
     for name, module in state.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
-            # vLLM pads the vocabulary with zeros, which add nothing to the sums
+            # vLLM pads the vocabulary with zeros; they add 0 to the sums
             weight = module.get_parameter("weight")
             count = module.shard_indices.num_org_elements * weight.shape[1]
             weights[state.original(name)] = summary("embedding", weight)._replace(numel=count)
@@ -142,40 +147,34 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
     }
 
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-logger = logging.getLogger("uvicorn.error")  # ours is not shown by vLLM
-
-
 class RolloutEndpoint:
     """Middleware of `vllm serve` around its application `app`."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self.app, self._secret = app, secret()
+    def __init__(self, app: ASGIApp) -> None:
+        self.app, self._allowed = app, f"Bearer {secret()}".encode("latin-1")
         self._memory: SharedMemory | None = None  # of updates from another host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope.get("method"), scope.get("path")
-        if scope["type"] == "lifespan" or (method == "GET" and path in ("/health", "/metrics", "/metrics/")):
+        method, path, kind = scope.get("method"), scope.get("path"), scope["type"]
+        if kind == "lifespan" or (method == "GET" and path in ("/health", "/metrics", "/metrics/")):
             await self.app(scope, receive, send)
-        elif not is_allowed(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"), self._secret):
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            else:
-                await _answer(send, 401, {"error": "This rollout server takes requests of its trainer only."})
+        elif not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._allowed):
+            refusal = {"error": "This rollout server takes requests of its trainer only."}
+            await (WebSocketClose(1008) if kind == "websocket" else JSONResponse(refusal, 401))(scope, receive, send)
         elif path == CALL and method in ("POST", "PUT"):
+            request = Request(scope, receive)
             try:
-                await _answer(send, 200, await (self._call if method == "POST" else self._take)(scope, receive))
+                answer = JSONResponse(await (self._call if method == "POST" else self._take)(request))
             except Exception as error:
                 logger.exception("%s %s failed", method, path)
-                await _answer(send, 400, {"error": f"{type(error).__name__}: {error}"})
+                answer = JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
+            await answer(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    async def _call(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        asked = json.loads(b"".join([part async for part in _body(receive)]))
-        engine, method = scope["app"].state.engine_client, asked["method"]
+    async def _call(self, request: Request) -> dict[str, Any]:
+        asked, engine = await request.json(), request.app.state.engine_client
+        method = asked["method"]
         results = await engine.collective_rpc(method=method, timeout=MESSAGE_TIMEOUT, args=tuple(asked["args"]))
         if method == "qerl_describe":
             self._memory = None  # of an earlier trainer
@@ -183,31 +182,16 @@ class RolloutEndpoint:
             return {"results": results, "reset": True}
         if self._memory is not None:
             self._memory.unlink()  # the workers have mapped it
-        # with what a connector keeps elsewhere (--kv-offloading-size, LMCache)
+        # including a connector's cache (--kv-offloading-size, LMCache)
         return {"results": results, "reset": await engine.reset_prefix_cache(reset_connector=True) is not False}
 
-    async def _take(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        """Write an update into memory of this host, which the workers will map."""
-        size, start = int(dict(scope["headers"])[b"content-length"]), 0
+    async def _take(self, request: Request) -> dict[str, Any]:
+        """Write an update into shared memory of this host, for the workers."""
+        size, start = int(request.headers["content-length"]), 0
         if self._memory is None or self._memory.size != size:
             self._memory = SharedMemory(size, torch.device("cpu"))
         data = self._memory.data.numpy().data
-        async for part in _body(receive):
+        async for part in request.stream():
             data[start : start + len(part)] = part
             start += len(part)
         return {"memory": self._memory.name}
-
-
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
-    """The parts of a request's body."""
-    more = True
-    while more:
-        message = await receive()
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
-
-
-async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
