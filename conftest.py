@@ -13,11 +13,14 @@ import torch
 ROOT = Path(__file__).parent
 #: files that take more than half a minute of a core, those that wait for engines in processes of their own before the others
 LONGEST = (
-    "tests/rollout/test_engine.py",
-    "tests/rollout/test_arms.py",
-    "tests/rollout/test_evaluation_in_engine.py",
-    "tests/rollout/test_architectures.py",
-    "tests/rollout/test_recipe.py",
+    "tests/e2e/engine/test_training.py",
+    "tests/e2e/engine/test_weights.py",
+    "tests/e2e/engine/test_two_processes.py",
+    "tests/e2e/engine/test_server.py",
+    "tests/e2e/engine/test_architectures.py",
+    "tests/e2e/engine/test_compiled.py",
+    "tests/e2e/engine/test_live.py",
+    "tests/e2e/engine/test_recipe.py",
     "tests/test_real_model.py",
     "kernels/tests/test_kernels_compile.py",
     "kernels/tests/test_kernels_sm90.py",

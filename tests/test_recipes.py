@@ -1,6 +1,6 @@
 """Every recipe for a GPU trains two steps: as shipped, on a CPU, with a tiny random model of the recipe's architecture and local problems.
 
-What is replaced is in `INSTEAD`; the rest is the recipe's. One of them in vLLM, as it says: tests/rollout/test_recipe.py.
+What is replaced is in `INSTEAD`; the rest is the recipe's. One of them in vLLM, as it says: tests/e2e/engine/test_recipe.py.
 """
 
 import json

@@ -1,7 +1,7 @@
 """FSDP 2: two processes that share the weights out compute, train, save and export what whole models do.
 
 accelerate has FSDP for accelerators only, and takes each of these CPU processes for one. One pair of processes does everything that is asked here; with
-vLLM it is tests/rollout's scenario `sharded`.
+vLLM it is tests/e2e/engine/test_two_processes.py.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ from qerl_trl.publish.load import load_policy
 from qerl_trl.rollout.supported import check_given, settle_optimizer
 from qerl_trl.support.names import full_tensor, is_sharded
 from qerl_trl.update.batches import TokenBudget
-from tests.faults.tiny_runs import PROMPTS, spread_reward, tiny_runs  # noqa: F401
+from tests.faults.tiny_runs import PROMPTS, spread_reward
 from tests.ranks import on_ranks
 from tests.tiny_models import make_tiny_config
 
@@ -82,7 +82,7 @@ def logits(model) -> torch.Tensor:
     return model.eval()(input_ids=TOKENS, use_cache=False).logits
 
 
-def in_process(rank, port, tiny_runs, folder):  # noqa: F811
+def in_process(rank, port, tiny_runs, folder):
     """Trains as plain data parallelism, then sharded, resumed and exported; leaves what it found in `folder`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
@@ -128,7 +128,7 @@ def in_process(rank, port, tiny_runs, folder):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def both(tiny_runs, tmp_path_factory):  # noqa: F811
+def both(tiny_runs, tmp_path_factory):
     """What each of the two processes found, and the folder of what they left."""
     folder = tmp_path_factory.mktemp("sharded")
     with socket.socket() as free:
@@ -260,7 +260,7 @@ def test_turns_without_an_engine_are_refused_under_zero_3(name):
     check_given(args, {name: [print]})
 
 
-def sharded_run(tiny_runs, folder, make_reward=lambda: spread_reward, **options):  # noqa: F811
+def sharded_run(tiny_runs, folder, make_reward=lambda: spread_reward, **options):
     """What each of two processes logged under FSDP 2 with `cpu_ram_efficient_loading`, or what ended it."""
 
     def work(rank):
@@ -282,14 +282,14 @@ def sharded_run(tiny_runs, folder, make_reward=lambda: spread_reward, **options)
     return [outcome.answer for outcome in on_ranks(2, work)]
 
 
-def test_a_reference_model_is_whole_in_every_process(tiny_runs, tmp_path):  # noqa: F811
+def test_a_reference_model_is_whole_in_every_process(tiny_runs, tmp_path):
     """All but the first process of a machine had zeros of it, and the penalty was one for leaving half of a model."""
     for log in sharded_run(tiny_runs, tmp_path, base_format="full", beta=0.5):
         assert log["kl"] < 1e-6
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory, tiny_runs):  # noqa: F811
+def reward_model(tmp_path_factory, tiny_runs):
     folder = tmp_path_factory.mktemp("reward")
     config = make_tiny_config("qwen2")
     config.num_labels, config.pad_token_id = 1, 0
@@ -300,7 +300,7 @@ def reward_model(tmp_path_factory, tiny_runs):  # noqa: F811
 
 
 @pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
-def test_a_reward_model_that_is_named_is_whole_in_every_process(base_format, reward_model, tiny_runs, tmp_path):  # noqa: F811
+def test_a_reward_model_that_is_named_is_whole_in_every_process(base_format, reward_model, tiny_runs, tmp_path):
     first, second = sharded_run(tiny_runs, tmp_path, lambda: reward_model, base_format=base_format)
     assert "reward" in first, first
     assert first["reward"] == second["reward"] != 0

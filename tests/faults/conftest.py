@@ -1,17 +1,116 @@
-"""A test of a fault that is skipped has injected nothing, and the table counts its mark all the same: it fails."""
+"""Runs, bases, folders and a Hub that several of these files damage."""
 
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
-from tests.faults.catalog import MAY_BE_SKIPPED
+from qerl_trl.publish import card, export, hub
+from qerl_trl.publish.load import TrainedPolicy
+from tests.faults.tiny_runs import EXAMPLE, edit, tiny_policy
+from tests.hub_server import TOKEN, StandInHub
+from tests.rollout.workers import worker_over
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    names = [mark.args[0] for mark in item.iter_markers("fault")]
-    if names and report.skipped and not hasattr(report, "wasxfail"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if not MAY_BE_SKIPPED.search(reason):
-            report.outcome = "failed"
-            report.longrepr = f"{', '.join(names)}: counted as detected, and not injected here ({reason}). Install what is missing: `make faults` does."
-    return report
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A stand-in for the Hub, with a token that it takes."""
+    stand_in = StandInHub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
+    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
+    template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(hub, "HfApi", lambda token: huggingface_hub.HfApi(endpoint=stand_in.endpoint, token=token))
+    monkeypatch.setattr(hub, "_WAIT_SECONDS", 0.01)
+    huggingface_hub.close_session()
+    yield stand_in
+    huggingface_hub.close_session()
+    stand_in.close()
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_runs, tmp_path_factory) -> Path:
+    """A run of two steps that nothing happened to, with a checkpoint of each and its final adapter; read-only."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    tiny_runs.command(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def other_base(tiny_model_dir, tmp_path_factory) -> Path:
+    """A base of the same shapes in which two rows of one matrix have changed places."""
+    folder = shutil.copytree(tiny_model_dir("qwen2"), tmp_path_factory.mktemp("bases") / "other")
+
+    def exchange(tensors):
+        weight = tensors["model.layers.1.mlp.up_proj.weight"]
+        weight[[0, 1]] = weight[[1, 0]].clone()
+
+    edit(folder / "model.safetensors", exchange)
+    return folder
+
+
+@pytest.fixture
+def dense(tiny_model_dir, tmp_path) -> Path:
+    """A dense model, to be damaged."""
+    return shutil.copytree(tiny_model_dir("llama"), tmp_path / "dense")
+
+
+@pytest.fixture(scope="session")
+def merged(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
+    """A merged model in several shards; read-only."""
+    settings = {"base_format": "nvfp4", "model": "some/base"}
+    policy = TrainedPolicy(tiny_policy(tiny_model_dir("llama"), dtype="bfloat16"), tiny_tokenizer, settings)
+    facts = {"kind": "merged", "settings": settings, "dataset": None}
+    folder = tmp_path_factory.mktemp("exports") / "merged"
+    write = lambda partial, record: card.write(partial, facts, record)  # noqa: E731
+    export.save_merged(policy, folder, max_shard_bytes=200_000, card=write)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def example():
+    """`example(output_dir, **options)`: the example's embedded run of one step, in this process; its results."""
+    spec = importlib.util.spec_from_file_location("grpo_gsm8k", EXAMPLE)
+    module = sys.modules["grpo_gsm8k"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    small = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 8,
+        "eval_problems": 6,
+        "lora_r": 4,
+    }
+
+    def words(given):
+        return [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+
+    def run(output_dir, **given):
+        recipe = EXAMPLE.parent / "configs" / "embedded.yaml"
+        module.main(words({"config": recipe, **small, "output_dir": output_dir, **given}))
+        return json.loads((Path(output_dir) / "results.json").read_text())
+
+    run.main, run.small = module.main, words(small)
+    yield run
+    del sys.modules["grpo_gsm8k"]
+
+
+@pytest.fixture(scope="module")
+def measured(example, tmp_path_factory) -> Path:
+    """The folder of such a run; read-only."""
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    example(folder)
+    return folder
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker that holds an adapter, trained norms and noise."""
+    return worker_over(monkeypatch)

@@ -1,18 +1,20 @@
-"""An engine over a copy of the trainer's own model: what vLLM would do, without vLLM's start-up, and a place to inject faults."""
+"""An engine over a copy of the trainer's own model: what vLLM would do, and a place to inject faults."""
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
-import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.rollout.engine import Completion, Contents, Engine, bits, update_fingerprint
-from qerl_trl.rollout.spec import active_adapter, linear_layers, rollout_layers
+from qerl_trl.rollout.generation import QeRLVLLMGeneration
+from qerl_trl.rollout.spec import EngineSpec, active_adapter, linear_layers, rollout_layers
 from qerl_trl.support.names import canonical_name
+from tests.faults.tiny_runs import PROMPTS, spread_reward
 
 
 @torch.no_grad()
@@ -31,7 +33,8 @@ def greedy(policy: nn.Module, prompts: list[list[int]], max_tokens: int) -> list
 
 
 class StandIn(Engine):
-    """Generates with a copy of `policy`: norms in float32, the adapter rounded to the model's dtype, one sequence at a time.
+    """Generates with a copy of `policy`: norms in float32, the adapter rounded to the model's dtype, one sequence at a
+    time.
 
     Args:
         base_fault: changes the copy before it is used.
@@ -152,19 +155,10 @@ class StandIn(Engine):
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
 
 
-def spread_reward(completions, **kwargs):
-    return [float(sum(text.encode()) % 7) for text in completions]
-
-
-@pytest.fixture
-def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
-    """A GRPO trainer on bf16 NVFP4 weights whose vLLM is the stand-in; noise from the second step on."""
-    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.rollout.generation import QeRLVLLMGeneration
-    from qerl_trl.rollout.spec import EngineSpec
+def trainers(model: Any, tokenizer: Any, folder: Any, monkeypatch: Any) -> Any:
+    """`make(...)`: a GRPO trainer on bf16 NVFP4 weights whose vLLM is the stand-in; noise from the second step on."""
 
     def make(rollout_func=None, peft_config=LORA, engine=StandIn, **options):
         def build(self):
@@ -173,17 +167,19 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
 
         monkeypatch.setattr(QeRLVLLMGeneration, "_build_engine", build)
         defaults = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4,
+            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
+            "num_generations": 4,
             "max_completion_length": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "use_vllm": True, "vllm_mode": "colocate",
+            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "use_vllm": True,
+            "vllm_mode": "colocate",
         }  # fmt: skip
         return QeRLGRPOTrainer(
-            str(tiny_model_dir("qwen2", initializer_range=0.1)),  # layers of 128 that matter as much as wide ones
+            str(model),
             spread_reward,
             QeRLConfig(**{**defaults, **options}),
             PROMPTS,
             eval_dataset=PROMPTS if "eval_strategy" in options else None,
-            processing_class=tiny_tokenizer,
+            processing_class=tokenizer,
             peft_config=peft_config,
             rollout_func=rollout_func,
         )

@@ -1,8 +1,4 @@
-"""Faults of a checkpoint folder on disk: each is an edit of a whole one, judged where a user's folder is read.
-
-An NVFP4 folder, as llm-compressor writes it, is loaded; a dense one is quantized offline. Neither may give a model, and neither is
-changed by being refused: with the whole files in their place the same call gives what it would have given at once.
-"""
+"""Faults of a model's folder on disk, judged where it is read: loaded for training, or quantized offline."""
 
 import json
 import shutil
@@ -15,261 +11,100 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import qerl_trl
+from qerl_trl.checkpoint import seal
+from qerl_trl.model import loading
 from qerl_trl.nvfp4.headers import INDEX_NAME
+from qerl_trl.publish import export
+from qerl_trl.publish.load import load_any
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import WEIGHTS, Interrupted, TinyRuns, contents, interrupting, tiny_runs  # noqa: F401
+from tests.faults.tiny_runs import FILE, contents, edit, flip_a_bit, poison, tiny_policy
 
-FILE = "model.safetensors"
 Q = "model.layers.1.self_attn.q_proj"
-
-
-@pytest.fixture(scope="module")
-def packed(packed_model_dir) -> Path:
-    return packed_model_dir("compressed-tensors")
-
-
-@pytest.fixture(scope="module")
-def expected(packed, tiny_model_dir, tmp_path_factory) -> dict[str, dict]:
-    """What each door gives for a whole folder: the model's tensors, the quantized files."""
-    folder = shutil.copytree(tiny_model_dir("llama"), tmp_path_factory.mktemp("whole") / "quantize")
-    quantize_folder(folder, folder.parent / "out")
-    return {"load": qerl_trl.from_pretrained(packed).state_dict(), "quantize": contents(folder.parent / "out")}
+BOTH = pytest.mark.parametrize("where", ["load", "quantize"])
 
 
 @pytest.fixture
-def refused(packed, tiny_model_dir, expected, tmp_path) -> Callable[..., None]:
-    """`refused(edit, *words, where="load")`: the edited folder gives no model, and the message holds the words. Nothing is written, there
-    or beside it; once the files are whole again, the same call gives what it gives for a folder that always was."""
+def refused(packed_model_dir, tiny_model_dir, tmp_path) -> Callable[..., None]:
+    """`refused(change, *words, where="load")`: the changed folder gives no model, and nothing is written."""
 
-    def check(edit: Callable[[Path], None], *words: str, where: str = "load") -> None:
-        whole = packed if where == "load" else tiny_model_dir("llama")
+    def check(change: Callable[[Path], object], *words: str, where: str = "load") -> None:
+        whole = packed_model_dir("compressed-tensors") if where == "load" else tiny_model_dir("llama")
         folder = shutil.copytree(whole, tmp_path / where)
-        edit(folder)
+        change(folder)
         damaged = contents(tmp_path)
-
-        def call():
-            return qerl_trl.from_pretrained(folder) if where == "load" else quantize_folder(folder, tmp_path / "out")
-
         with told(ValueError, str(folder), *words):
-            call()
+            qerl_trl.from_pretrained(folder) if where == "load" else quantize_folder(folder, tmp_path / "out")
         assert contents(tmp_path) == damaged
-
-        restore(folder, whole)
-        product = call()
-        if where == "quantize":
-            assert contents(tmp_path / "out") == expected[where]
-        else:
-            state = product.state_dict()
-            assert state.keys() == expected[where].keys()
-            assert all(torch.equal(state[name], tensor) for name, tensor in expected[where].items())
 
     return check
 
 
-def restore(folder: Path, whole: Path) -> None:
-    """Download it again: the files of `whole`, and no others."""
-    for path in folder.iterdir():
-        path.unlink()
-    shutil.copytree(whole, folder, dirs_exist_ok=True)
-
-
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        stored = load_file(folder / FILE)
-        change(stored)
-        save_file(stored, folder / FILE, metadata={"format": "pt"})
-
-    return edit
+    return lambda folder: edit(folder / FILE, lambda stored: (change(stored), None)[1])
 
 
-def header(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
+def header(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    """`change` the header of the file, or return another one."""
+
+    def rewrite(folder: Path) -> None:
         content = (folder / FILE).read_bytes()
         size = struct.unpack("<Q", content[:8])[0]
         entries = json.loads(content[8 : 8 + size])
-        change(entries)
-        text = json.dumps(entries).encode()
+        text = json.dumps(change(entries) or entries).encode()
         (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
 
-    return edit
+    return rewrite
 
 
-def in_shards(folder: Path) -> dict[str, str]:
-    """Two shards with their index."""
-    stored = load_file(folder / FILE)
-    (folder / FILE).unlink()
-    names = sorted(stored)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({name: stored[name] for name in part}, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, part in parts.items() for name in part}
-    write_index(folder, weight_map)
-    return weight_map
+def cut(kept: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:kept])
 
 
-def write_index(folder: Path, weight_map: dict[str, str]) -> None:
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+def overlap(entries: dict) -> None:
+    first, second = sorted(entries.keys() - {"__metadata__"}, key=lambda name: entries[name]["data_offsets"])[:2]
+    entries[second]["data_offsets"][0] = entries[first]["data_offsets"][1] - 16
 
 
-BOTH = pytest.mark.parametrize("where", ["load", "quantize"])
+TRUNCATED = {
+    "cut": (cut(-1), "cut off or damaged"),
+    "cut in the header": (cut(200), "cut off or damaged"),
+    "empty": (cut(0), "0 bytes"),
+    "huge header": (lambda folder: (folder / FILE).write_bytes(struct.pack("<Q", 1 << 40) + b"{" * 1000), "too large"),
+    "huge shape": (header(lambda entries: entries["model.norm.weight"].update(shape=[1 << 40, 1 << 40])), "overflow"),
+    "overlapping": (header(overlap), "invalid"),
+    "a list": (header(lambda entries: [1]), "whole safetensors file"),
+    "no offsets": (
+        header(lambda entries: entries["model.norm.weight"].pop("data_offsets") and None),
+        "safetensors file",
+    ),
+}
 
 
-@fault("R2.truncated", recovered=True)
+@fault("R2.truncated")
 @BOTH
-@pytest.mark.parametrize("bytes_left", [5, 200, -1])
-def test_truncated(bytes_left, where, refused):
-    def cut(folder):
-        (folder / FILE).write_bytes((folder / FILE).read_bytes()[:bytes_left])
-
-    refused(cut, FILE, "cut off or damaged", "download it again", where=where)
+@pytest.mark.parametrize(("change", "said"), TRUNCATED.values(), ids=TRUNCATED)
+def test_a_file_that_is_cut_off_or_damaged(change, said, where, refused):
+    refused(change, FILE, said, "download it again", where=where)
 
 
-@fault("R2.empty", recovered=True)
-@BOTH
-def test_empty(where, refused):
-    refused(lambda folder: (folder / FILE).write_bytes(b""), FILE, "0 bytes", "download it again", where=where)
-
-
-@fault("R2.header_bomb", recovered=True)
-@BOTH
-def test_header_bomb(where, refused):
-    def bomb(folder):
-        (folder / FILE).write_bytes(struct.pack("<Q", 1 << 40) + b"{" * 1000)
-
-    refused(bomb, FILE, "header too large", "download it again", where=where)
-
-
-@fault("R2.header_bomb", recovered=True)
-@BOTH
-def test_a_shape_whose_size_overflows(where, refused):
-    change = header(lambda entries: entries["model.norm.weight"].update(shape=[1 << 40, 1 << 40]))
-    refused(change, FILE, "overflow", "download it again", where=where)
-
-
-@fault("R2.overlapping_offsets", recovered=True)
-@BOTH
-def test_overlapping_offsets(where, refused):
-    def overlap(entries):
-        first, second = sorted((n for n in entries if n != "__metadata__"), key=lambda n: entries[n]["data_offsets"])[
-            :2
-        ]
-        entries[second]["data_offsets"][0] = entries[first]["data_offsets"][1] - 16
-
-    refused(header(overlap), FILE, "invalid", "download it again", where=where)
-
-
-@fault("R2.missing_shard", recovered=True)
+@fault("R2.missing_shard")
 @BOTH
 def test_missing_shard(where, refused):
     def lose(folder):
-        in_shards(folder)
-        (folder / "model-00002-of-00002.safetensors").unlink()
+        stored, parts = (
+            load_file(folder / FILE),
+            ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        )
+        (folder / FILE).unlink()
+        weight_map = {name: parts[index % 2] for index, name in enumerate(sorted(stored))}
+        save_file({name: stored[name] for name, part in weight_map.items() if part == parts[0]}, folder / parts[0])
+        (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
     refused(lose, "lacks model-00002-of-00002.safetensors", "Download it again", where=where)
 
 
-@fault("R2.extra_tensor", recovered=True)
-def test_an_extra_tensor_beside_packed_weights(refused):
-    extra = {f"{Q}.pre_quant_scale": torch.ones(128)}
-    refused(
-        tensors(lambda stored: stored.update(extra)),
-        f"{Q}.pre_quant_scale",
-        "may change what the weights mean",
-        "plain NVFP4",
-    )
-
-
-@fault("R2.extra_tensor", recovered=True)
-def test_packed_weights_of_a_layer_that_the_model_has_not(refused):
-    def double(stored):
-        stored.update({n.replace("layers.1.", "layers.7."): t.clone() for n, t in stored.items() if n.startswith(Q)})
-
-    refused(tensors(double), "layers.7.self_attn.q_proj", "no linear of the model", "config.json is another model's")
-
-
-@fault("R2.wrong_packed_dtype", recovered=True)
-def test_wrong_packed_dtype(refused):
-    name = f"{Q}.weight_packed"
-    refused(
-        tensors(lambda stored: stored.update({name: stored[name].view(torch.int8)})),
-        name,
-        "is I8",
-        "Download or export",
-    )
-
-
-@fault("R2.odd_k", recovered=True)
-def test_a_width_that_is_no_multiple_of_16(refused):
-    name = f"{Q}.weight_packed"
-    refused(
-        tensors(lambda stored: stored.update({name: stored[name][:, :-4].clone()})),
-        name,
-        "belongs there",
-        "Download or export",
-    )
-
-
-@fault("R2.scale_shape", recovered=True)
-def test_scale_shape(refused):
-    name = f"{Q}.weight_scale"
-    refused(
-        tensors(lambda stored: stored.update({name: stored[name][:, :4].clone()})),
-        name,
-        "belongs there",
-        "Download or export",
-    )
-
-
-@fault("R2.scale_nan", recovered=True)
-@pytest.mark.parametrize("bits", [0x7F, 0xFF])
-def test_a_block_scale_is_nan(bits, refused):
-    change = tensors(lambda stored: stored[f"{Q}.weight_scale"].view(torch.uint8)[3, 2:4].fill_(bits))
-    refused(change, f"{Q}.weight_scale", "2 of", "NaN", "Download, export")
-
-
-@fault("R2.global_scale_not_finite", recovered=True)
-@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan"), -1.0])
-def test_the_global_scale_is_no_positive_finite_number(value, refused):
-    change = tensors(lambda stored: stored[f"{Q}.weight_global_scale"].fill_(value))
-    refused(change, f"{Q}.weight_global_scale", f"is {value:g}", "no positive finite number", "Download or export")
-
-
-@fault("R2.global_scale_reciprocal", recovered=True)
-def test_the_global_scale_is_the_reciprocal(refused):
-    change = tensors(lambda stored: stored[f"{Q}.weight_global_scale"].reciprocal_())
-    refused(change, f"{Q}.weight_global_scale", "looks like the reciprocal", "fix its exporter")
-
-
-@fault("R2.w4a4_config", recovered=True)
-def test_a_configuration_that_quantizes_activations_too_is_read_for_its_weights(packed, tmp_path, caplog):
-    folder = shutil.copytree(packed, tmp_path / "w4a4")
-    edit_group(folder, lambda group: group.update(input_activations={**group["weights"], "dynamic": "local"}))
-    model = qerl_trl.from_pretrained(folder)
-    assert (
-        f"{folder}: config.json" in caplog.text and "W4A16" in caplog.text and "weight-only checkpoint" in caplog.text
-    )
-    state, expected = model.state_dict(), qerl_trl.from_pretrained(packed).state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
-    assert model.hf_quantizer.quantization_config.to_dict()["config_groups"]["group_0"]["input_activations"] is None
-
-
-@fault("R2.w4a4_config")
-def test_a_configuration_that_quantizes_activations_only(refused):
-    def only(group):
-        group.update(input_activations=group["weights"], weights=None)
-
-    words = ("config.json", "'num_bits': None", "Start from the unquantized model")
-    refused(lambda folder: edit_group(folder, only), *words)
-
-
-def edit_group(folder: Path, change: Callable[[dict], object]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    change(config["quantization_config"]["config_groups"]["group_0"])
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@fault("R2.pickle_only", recovered=True)
+@fault("R2.pickle_only")
 @BOTH
 def test_pickle_only(where, refused):
     def pickle(folder):
@@ -279,24 +114,207 @@ def test_pickle_only(where, refused):
     refused(pickle, "pytorch_model.bin", "can run code", "Convert the checkpoint to safetensors", where=where)
 
 
-@fault("R2.truncated", recovered=True)
-@fault("R2.empty", recovered=True)
-def test_a_run_whose_base_was_damaged_goes_on(tiny_runs, tmp_path):  # noqa: F811
-    """Interrupted after its first step, then refused for its base, it ends as the run that nothing happened to."""
-    whole, run, base = tmp_path / "whole", tmp_path / "run", tmp_path / "base"
-    shutil.copytree(tiny_runs.model, base)
-    runs = TinyRuns(base, tiny_runs.tokenizer)
-    runs.command(whole)
-    with pytest.raises(Interrupted):
-        runs.trainer(run, reward=interrupting(2)).train()
-    before, saved = contents(run), contents(run / "checkpoint-1")
-    content = (base / FILE).read_bytes()
-    for left in (-1, 0):
-        (base / FILE).write_bytes(content[:left])
-        with told(ValueError, str(base), FILE, "download it again"):
-            runs.command(run)
-        assert contents(run) == before
-    restore(base, Path(tiny_runs.model))
-    trainer = runs.command(run)
-    assert contents(run / "checkpoint-1") == saved  # it went on from there
-    assert trainer.state.global_step == 2 and (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+def other_layer(stored):
+    stored.update({n.replace("layers.1.", "layers.7."): t.clone() for n, t in stored.items() if n.startswith(Q)})
+
+
+def replace(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], None]:
+    return lambda stored: stored.update({f"{Q}.{name}": change(stored[f"{Q}.{name}"]).clone()})
+
+
+PACKED = {
+    "more": (lambda s: s.update({f"{Q}.pre_quant_scale": torch.ones(128)}), (f"{Q}.pre_quant_scale", "plain NVFP4")),
+    "a layer that the model has not": (other_layer, ("layers.7.self_attn.q_proj", "config.json is another model's")),
+    "dtype": (replace("weight_packed", lambda t: t.view(torch.int8)), (f"{Q}.weight_packed", "Download or export")),
+    "width": (replace("weight_packed", lambda t: t[:, :-4]), (f"{Q}.weight_packed", "Download or export")),
+    "scales": (replace("weight_scale", lambda t: t[:, :4]), (f"{Q}.weight_scale", "Download or export")),
+}
+
+
+@fault("R2.scale_shape")
+@pytest.mark.parametrize(("change", "words"), PACKED.values(), ids=PACKED)
+def test_packed_tensors_that_are_not_the_models(change, words, refused):
+    refused(tensors(change), *words)
+
+
+@fault("R2.nan")
+def test_a_block_scale_is_nan(refused):
+    change = tensors(lambda stored: stored[f"{Q}.weight_scale"].view(torch.uint8)[3, 2:4].fill_(0x7F))
+    refused(change, f"{Q}.weight_scale", "2 of", "NaN", "Download, export")
+
+
+@fault("R2.global_scale")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *[
+            (lambda t, value=value: t.fill_(value), (f"is {value:g}", "Download or export"))
+            for value in (0.0, float("nan"))
+        ],
+        (lambda t: t.reciprocal_(), ("looks like the reciprocal", "fix its exporter")),
+    ],
+    ids=["0", "nan", "reciprocal"],
+)
+def test_a_global_scale_that_is_none(change, words, refused):
+    refused(tensors(lambda stored: change(stored[f"{Q}.weight_global_scale"])), f"{Q}.weight_global_scale", *words)
+
+
+def of_group(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config["quantization_config"]["config_groups"]["group_0"])
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return rewrite
+
+
+@fault("R2.w4a4_config", recovered=True)
+def test_a_configuration_that_quantizes_activations_too_is_read_for_its_weights(packed_model_dir, tmp_path, caplog):
+    folder = shutil.copytree(packed_model_dir("compressed-tensors"), tmp_path / "w4a4")
+    of_group(lambda group: group.update(input_activations={**group["weights"], "dynamic": "local"}))(folder)
+    model = qerl_trl.from_pretrained(folder)
+    for word in (f"{folder}: config.json", "W4A16", "weight-only checkpoint"):
+        assert word in caplog.text
+    expected = qerl_trl.from_pretrained(packed_model_dir("compressed-tensors")).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    group = model.hf_quantizer.quantization_config.to_dict()["config_groups"]["group_0"]
+    assert group["input_activations"] is None
+
+
+# --- files that are elsewhere ---
+
+
+def by_index(folder: Path, other: Path) -> None:
+    weights = dict.fromkeys(load_file(other / FILE), f"../{other.name}/{FILE}")
+    (folder / FILE).unlink()
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+
+
+def by_link(folder: Path, other: Path) -> None:
+    (folder / FILE).unlink()
+    (folder / FILE).symlink_to(other / FILE)
+
+
+@fault("R7.folder_edited")
+@pytest.mark.parametrize("lead", [by_index, by_link])
+def test_files_outside_of_the_folder_are_loaded_and_not_quantized(lead, dense, tiny_model_dir, tmp_path):
+    lead(dense, shutil.copytree(tiny_model_dir("llama"), tmp_path / "other"))
+    qerl_trl.from_pretrained(dense)
+    with told(ValueError, "dense", str(tmp_path / "other" / FILE), "leads out", "name the folder"):
+        quantize_folder(dense, tmp_path / "out")
+
+
+# --- a sealed folder that was edited ---
+
+
+@pytest.fixture(scope="module")
+def sealed(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
+    """An NVFP4 model with its manifest."""
+    source = shutil.copytree(tiny_model_dir("llama"), tmp_path_factory.mktemp("models") / "dense")
+    tiny_tokenizer.save_pretrained(source)
+    quantize_folder(source, source.with_name("sealed"))
+    return source.with_name("sealed")
+
+
+def edit_json(name: str, **values):
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, **values}))
+
+    return change
+
+
+def add_weights(folder: Path) -> None:
+    """A second file, which would be read in the place of the index's."""
+    part = folder / "model-00001-of-00001.safetensors"
+    shutil.move(folder / FILE, part)
+    (folder / INDEX_NAME).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(part), part.name)})
+    )
+    seal.seal(folder, seal.recorded_run(folder))
+    shutil.copyfile(part, folder / FILE)
+
+
+FOLDER_EDITS = {
+    "config": (edit_json("config.json", rms_norm_eps=1e-3), "config.json"),
+    "tokenizer": (edit_json("tokenizer_config.json", eos_token="a"), "tokenizer_config.json"),
+    "bit": (lambda folder: flip_a_bit(folder / FILE), FILE),
+    "weights": (add_weights, f"{FILE} was added"),
+    "template": (lambda folder: (folder / "chat_template.jinja").write_text("{}"), "chat_template.jinja was added"),
+}
+LOADERS = {
+    "from_pretrained": qerl_trl.from_pretrained,
+    "pretrained_kwargs": lambda folder: (qerl_trl.pretrained_kwargs(folder), loading.finish()),
+    "eval": lambda folder: load_any(str(folder)),
+}
+
+
+@fault("R7.folder_edited")
+@pytest.mark.parametrize(
+    ("edited", "load"),
+    [*((name, "from_pretrained") for name in FOLDER_EDITS), ("bit", "pretrained_kwargs"), ("bit", "eval")],
+)
+def test_an_edited_model_folder_is_not_loaded(edited, load, sealed, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "_AT_ONCE_BYTES", 100_000)  # less than the weights, more than everything else
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    seal.seal(folder, seal.recorded_run(folder))
+    change, named = FOLDER_EDITS[edited]
+    change(folder)
+    with told(ValueError, str(folder), named, "Export or download it again", "remove qerl_manifest.json"):
+        LOADERS[load](folder)
+
+
+@fault("R7.folder_edited")
+def test_a_flipped_bit_is_found_before_the_first_step(sealed, tiny_runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "_AT_ONCE_BYTES", 100_000)
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    flip_a_bit(folder / FILE)
+    trainer = tiny_runs.trainer(tmp_path / "run", model=str(folder))
+    with told(ValueError, str(folder), FILE, "download it again"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+# --- NaN in dense tensors ---
+
+
+@fault("R2.nan")
+def test_a_model_with_nan_is_not_quantized(dense, tmp_path):
+    edit(dense / FILE, lambda stored: poison(stored, "embed_tokens"))
+    with told(ValueError, f"dense/{FILE}", "model.embed_tokens.weight", "1 of", "NaN or infinite", "Download"):
+        quantize_folder(dense, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("R2.nan")
+def test_a_model_with_nan_is_not_loaded(sealed, tmp_path):
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    edit(folder / FILE, lambda stored: poison(stored, "model.norm.weight"))
+    (folder / seal.MANIFEST_NAME).unlink()
+    with told(ValueError, str(folder / FILE), "model.norm.weight", "NaN or infinite", "Download"):
+        qerl_trl.from_pretrained(folder)
+
+
+@fault("R2.nan")
+@pytest.mark.parametrize("save", [export.save_merged, export.save_base, export.save_merged_nvfp4, export.save_adapter])
+def test_a_policy_with_nan_is_not_exported(save, tiny_model_dir, tmp_path):
+    policy = tiny_policy(tiny_model_dir("llama"), size=0.2)
+    name = "lora_A" if save is export.save_adapter else "model.norm.weight"
+    with torch.no_grad():
+        poison(dict(policy.named_parameters()), name)
+    with told(ValueError, str(tmp_path), name, "NaN or infinite", "again"):
+        save(policy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("R2.nan", recovered=True)
+def test_weights_that_the_last_step_made_infinite_are_not_saved(tiny_runs, tmp_path):
+    """The gradient was finite, and no loss comes after it."""
+    trainer = tiny_runs.trainer(tmp_path / "run", max_steps=1, learning_rate=1e39)
+    with told(RuntimeError, "8 of 8 trained parameters are not finite", "Nothing was written", "lower learning_rate"):
+        trainer.train()
+    with told(RuntimeError, "not finite", "lower learning_rate"):
+        trainer.save_model()
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    assert tiny_runs.command(tmp_path / "run", max_steps=1).state.global_step == 1

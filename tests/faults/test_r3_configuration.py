@@ -1,17 +1,17 @@
-"""Settings that cannot work together: refused in words, before anything is trained."""
+"""Settings that cannot work together: refused before anything is trained."""
 
+import copy
 import json
 import shutil
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_trl import QeRLConfig
 from tests.faults.catalog import fault, told
-from tests.faults.test_s_rollout import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)
-from tests.test_trainer import make_trainer  # noqa: F401  (a fixture)
 
 
 def lora(**options):
@@ -19,100 +19,87 @@ def lora(**options):
 
 
 @pytest.fixture
-def quantized(tiny_model_dir, tmp_path):
-    """A folder whose config.json says how its weights are quantized."""
-
-    def write(**quantization):
-        folder = tmp_path / "quantized"
-        shutil.copytree(tiny_model_dir("qwen2"), folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-        return str(folder)
-
-    return write
+def make(tiny_runs, tmp_path):
+    """`make(peft_config, **options)`: a trainer."""
+    return lambda peft_config=None, **options: tiny_runs.trainer(tmp_path / "run", peft_config=peft_config, **options)
 
 
-@fault("R3.bitsandbytes_base")
+@fault("R3.base_of_another_arm")
 @pytest.mark.parametrize("base_format", ["nvfp4", "bf16", "full"])
-def test_a_base_that_bitsandbytes_quantized_is_refused_by_the_other_arms(make_trainer, quantized, base_format):  # noqa: F811
-    folder = quantized(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    peft_config = None if base_format == "full" else lora()
-    with told(ValueError, folder, "bitsandbytes", "unquantized model"):
-        make_trainer(model=folder, base_format=base_format, peft_config=peft_config)
+def test_a_base_that_bitsandbytes_quantized_is_refused_by_the_other_arms(make, tiny_model_dir, base_format, tmp_path):
+    folder = shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "quantized")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with told(ValueError, str(folder), "bitsandbytes", "unquantized model"):
+        make(lora(), model=str(folder), base_format=base_format)
 
 
-@fault("S.packed_base_in_another_arm")
+@fault("R3.base_of_another_arm")
 @pytest.mark.parametrize("base_format", ["bf16", "nf4", "full"])
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
-def test_an_nvfp4_base_is_refused_by_the_other_arms_before_it_is_loaded(
-    make_trainer,  # noqa: F811
-    packed_model_dir,
-    base_format,
-    layout,
-    monkeypatch,
-):
-    """At 843f908 an AttributeError after the model was loaded."""
+def test_an_nvfp4_base_is_refused_by_the_other_arms(make, packed_model_dir, base_format, layout, monkeypatch):
+    """Before it is loaded."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    peft_config = None if base_format == "full" else lora()
-    with told(ValueError, f"base_format='{base_format}'", str(packed_model_dir(layout)), "base_format='nvfp4'"):
-        make_trainer(model=str(packed_model_dir(layout)), base_format=base_format, peft_config=peft_config)
+    folder = str(packed_model_dir(layout))
+    with told(ValueError, f"base_format='{base_format}'", folder, "base_format='nvfp4'"):
+        make(lora(), model=folder, base_format=base_format)
 
 
 @fault("R3.tied_head_target")
-@fault("R3.embedding_target")
 @pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], r".*(q_proj|lm_head)", r".*(q_proj|embed_tokens)"])
-def test_an_adapter_on_the_head_or_on_embeddings_tied_to_it_is_refused(make_trainer, base_format, targets):  # noqa: F811
+def test_an_adapter_on_the_head_or_on_embeddings_tied_to_it_is_refused(make, base_format, targets):
     with told(ValueError, "target", "head", "Remove" if "lm_head" in str(targets) else "Leave the embeddings out"):
-        make_trainer(base_format=base_format, peft_config=lora(target_modules=targets))
+        make(lora(target_modules=targets), base_format=base_format)
 
 
 @fault("R3.no_lora_match")
-def test_an_adapter_that_matches_no_layer_is_refused(make_trainer):  # noqa: F811
+def test_an_adapter_that_matches_no_layer_is_refused(make):
     with told(ValueError, "no_such_layer", "not found", "check the target modules"):
-        make_trainer(peft_config=lora(target_modules=["no_such_layer"]))
+        make(lora(target_modules=["no_such_layer"]))
 
 
 @fault("R3.bad_rank")
-@pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
-@pytest.mark.parametrize("options", [{"r": 0}, {"rank_pattern": {"q_proj": 0}}], ids=["all", "of a layer"])
-def test_a_rank_that_trains_nothing_is_refused_by_peft(make_trainer, base_format, options):  # noqa: F811
-    with told(ValueError, "value passed is 0", "should be a positive integer"):
-        make_trainer(base_format=base_format, peft_config=lora(**options))
-
-
-@fault("R3.bad_rank")
-def test_an_alpha_that_trains_nothing_is_refused(make_trainer):  # noqa: F811
-    with told(ValueError, "lora_alpha is 0", "Check"):
-        make_trainer(peft_config=lora(lora_alpha=0))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"r": 0}, ("value passed is 0", "positive integer")),
+        ({"rank_pattern": {"q_proj": 0}}, ("value passed is 0", "positive integer")),
+        ({"lora_alpha": 0}, ("lora_alpha is 0", "Check")),
+    ],
+)
+def test_an_adapter_that_trains_nothing_is_refused(make, options, words):
+    with told(ValueError, *words):
+        make(lora(**options))
 
 
 @pytest.mark.vllm
 @fault("R3.adapter_kind_with_vllm")
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("base_format", "options", "word"),
     [
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias='all'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"target_parameters": ["model.layers.0.mlp.up_proj.weight"]}, "target_parameters"),
+        ("nvfp4", {"use_dora": True}, "use_dora"),
+        ("nvfp4", {"bias": "all"}, "bias='all'"),
+        ("bf16", {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ("bf16", {"target_parameters": ["model.layers.0.mlp.up_proj.weight"]}, "target_parameters"),
+        ("nvfp4", {"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
     ],
 )
-def test_an_adapter_that_the_engine_does_not_compute_is_refused(make_engine_trainer, options, word):  # noqa: F811
-    base_format = "bf16" if {"target_parameters", "init_lora_weights"} & set(options) else "nvfp4"
-    with told(ValueError, word, "plain LoRA", "use_vllm=False"):
-        make_engine_trainer(peft_config=lora(**options), base_format=base_format)
+def test_an_adapter_that_the_engine_does_not_compute_is_refused(engine_trainer, base_format, options, word):
+    with told(ValueError, word, "use_vllm=False"):
+        engine_trainer(peft_config=lora(**options), base_format=base_format)
 
 
 @fault("R3.no_noise_match")
-def test_a_model_without_a_norm_for_the_noise_is_refused(make_trainer, tmp_path):  # noqa: F811
+def test_a_model_without_a_norm_for_the_noise_is_refused(make, tmp_path):
     config = AutoConfig.for_model(
         "olmo2", vocab_size=320, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, eos_token_id=1, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "olmo2")
     with told(ValueError, "Olmo2", "no norm whose output feeds a linear layer", "aqn=False"):
-        make_trainer(model=str(tmp_path / "olmo2"), base_format="bf16", peft_config=lora())
+        make(lora(), model=str(tmp_path / "olmo2"), base_format="bf16")
 
 
 @fault("R3.bad_schedule")
@@ -130,3 +117,44 @@ def test_a_model_without_a_norm_for_the_noise_is_refused(make_trainer, tmp_path)
 def test_a_schedule_that_cannot_be_followed_is_refused(tmp_path, options, words):
     with told(ValueError, *words):
         QeRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
+
+
+# --- prompts ---
+
+
+@fault("R3.prompt_longer_than_model")
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (150, {}, ("the longest has 600 tokens", "the model takes 512", "Filter them out")),
+        (127, {"max_completion_length": 5}, ("508 tokens", "takes 512", "lower max_completion_length")),
+    ],
+)
+def test_prompts_beyond_the_model_are_refused_at_start(words, options, said, tiny_runs, tmp_path):
+    data = Dataset.from_dict({"prompt": ["say one ", "say " * words]})  # one token per byte
+    with told(ValueError, "1 of 2 prompts", *said):
+        tiny_runs.trainer(tmp_path, dataset=data, **options)
+
+
+@fault("R3.prompt_longer_than_model")
+def test_prompts_of_a_rollout_function_beyond_the_model_are_not_trained_on(tiny_runs, tmp_path):
+    def rollout(prompts, trainer):
+        rows = {"prompt_ids": [5] * 600, "completion_ids": [7] * 3, "logprobs": [-1.0] * 3}
+        return {name: [row] * len(prompts) for name, row in rows.items()}
+
+    trainer = tiny_runs.trainer(tmp_path, given={"rollout_func": rollout}, aqn=False)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora" in name}
+    with told(ValueError, "600 tokens", "completion of 3", "takes, 512 tokens", "Leave such prompts out"):
+        trainer.train()
+    assert all(torch.equal(value, trainer.model.state_dict()[name]) for name, value in before.items())
+
+
+@fault("R3.prompt_longer_than_model")
+def test_tokens_that_the_model_does_not_have(tiny_runs, tmp_path, monkeypatch):
+    """On a GPU this would end in an assertion of the device."""
+    tokenizer = copy.deepcopy(tiny_runs.tokenizer)
+    tokenizer.add_tokens([f"<extra{number}>" for number in range(200)])
+    monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
+    data = Dataset.from_dict({"prompt": ["say one ", "<extra199> say "]})
+    with told(ValueError, f"the token {len(tokenizer) - 1}", "knows 320 tokens", "the model's own tokenizer"):
+        tiny_runs.trainer(tmp_path / "run", dataset=data)

@@ -1,6 +1,9 @@
-"""R4, rollout and sync: faults of an engine under the real trainer. The engine is a stand-in with the trainer's own weights; what only
-vLLM's side can show runs on vLLM's side without an engine (test_s_updates.py)."""
+"""Faults of a rollout under the real trainer, whose engine is a stand-in with the trainer's own weights.
 
+Faults of vLLM's side are in test_r4_server.py and, with the real engine, in tests/e2e/engine.
+"""
+
+import math
 import time
 from types import SimpleNamespace
 
@@ -8,68 +11,121 @@ import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
+from qerl_trl import AQNCallback
 from qerl_trl.rollout.engine import Completion, RolloutError
 from tests.faults.catalog import fault, told
-from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
+from tests.faults.stand_in import StandIn
+from tests.faults.tiny_runs import PROMPTS, spread_reward
 
-pytestmark = pytest.mark.vllm  # TRL calls vLLM's classes beside the engine
+pytestmark = pytest.mark.vllm  # TRL calls vLLM's classes next to the engine
 
 
-class After(TrainerCallback):
-    """Calls `action(engine)` once, after the first step."""
+class AfterTheFirstStep(TrainerCallback):
+    """Calls `action(engine)` once."""
 
-    def __init__(self, action):
-        self.action = action
+    def __init__(self, action, engine):
+        self.action, self.engine = action, engine
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
-            self.action()
+            self.action(self.engine)
 
 
 def train(trainer, action=None):
-    """Train; after the first step `action(engine)` injects the fault."""
+    """Train; `action(engine)` injects the fault after the first step."""
     if action is not None:
-        trainer.add_callback(After(lambda: action(trainer.vllm_generation.engine)))
+        trainer.add_callback(AfterTheFirstStep(action, trainer.vllm_generation.engine))
     trainer.train()
     return trainer
 
 
-def ends_and_goes_on(make_trainer, action, *words, **options):  # noqa: F811
-    """The fault after the first step ends the run and names `words`; that step is saved, and the same command goes on from it."""
-    options |= {"save_strategy": "steps", "save_steps": 100}
-    with told(RolloutError, *words, "Step 1 is saved"):
-        train(make_trainer(**options), action)
-    again = make_trainer(**options)
-    again.train(resume_from_checkpoint=again.to_resume())
-    assert again._resumed.global_step == 1 and again.state.global_step == 2
-
-
-def test_a_sound_engine_trains_and_is_probed_again(make_trainer):  # noqa: F811
-    trainer = train(make_trainer(rollout_probe_steps=1))
+def test_a_sound_engine_trains_and_is_probed_again(engine_trainer):
+    trainer = train(engine_trainer(rollout_probe_steps=1))
     assert trainer.state.global_step == 2 and trainer.vllm_generation._probed == 1
     engine = trainer.vllm_generation.engine
     contents = engine.contents()
     assert contents.received == trainer.vllm_generation._put and engine.sampled.sigma > 0 and not contents.damaged
 
 
-def test_it_is_probed_again_where_no_multiple_begins_a_rollout(make_trainer):  # noqa: F811
-    """At 760ddd1 only at common multiples: of 2 updates per rollout and 3 steps, every 6."""
-    trainer = make_trainer(rollout_probe_steps=3, num_iterations=2, max_steps=10)
-    generation, at = trainer.vllm_generation, []
-    probed = generation._probe_if_due
-
-    def noted():
-        before = generation._probed
-        probed()
-        at.extend([generation._probed] * (generation._probed != before))
-
-    generation._probe_if_due = noted
-    train(trainer)
-    assert at == [4, 6]
+# --- a fault after the first step ---
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
+def stale(engine):
+    engine.put_adapter = lambda adapter, norms: None
+
+
+def forgets(engine):
+    """It wakes up without its weights."""
+    from qerl_trl.rollout.vllm.engine import InProcessEngine
+    from qerl_trl.rollout.vllm.state import RolloutState
+
+    state = engine.state = RolloutState.__new__(RolloutState)
+    state.model = engine.policy
+    engine.asleep, engine._slept = True, state.sums()
+    weight = engine.policy.get_base_model().model.embed_tokens.weight
+    engine._running = SimpleNamespace(wake_up=lambda: weight.data.zero_())
+    engine.wake = lambda: InProcessEngine.wake(engine)
+
+
+def drifts(engine):
+    """Every weight is in place, and a cache of positions is not: only the probe sees that."""
+    engine.policy.get_base_model().model.rotary_emb.inv_freq.mul_(3)
+
+
+def keeps_its_cache(engine):
+    from qerl_trl.rollout.vllm.engine import InProcessEngine
+
+    engine.reset_prefix_cache = lambda: InProcessEngine.reset_prefix_cache(engine)
+    engine._running = SimpleNamespace(reset_prefix_cache=lambda reset_connector: False)
+
+
+def ignores_noise(engine):
+    engine.set_noise = lambda norms, draw: draw.sigma
+
+
+def dies(engine):
+    def generate(*args, **kwargs):
+        raise RuntimeError("EngineCore died")
+
+    engine.llm.generate = generate
+
+
+def hangs(engine):
+    engine.llm.generate = lambda *args, **kwargs: time.sleep(30)
+
+
+PROBED = {"rollout_probe_steps": 1, "rollout_probe": "refuse"}
+
+
+ACTIONS = [
+    pytest.param(stale, {}, ["put there last"], True, marks=fault("R4.adapter_stale", recovered=True)),
+    pytest.param(
+        forgets, {}, ["woke up with other weights", "embed_tokens"], False, marks=fault("R4.drift_after_wake")
+    ),
+    pytest.param(drifts, PROBED, ["trainer disagree", "nats"], False, marks=fault("R4.drift_after_wake")),
+    pytest.param(keeps_its_cache, {}, ["refused to reset its prefix"], False, marks=fault("R4.prefix_cache_stale")),
+    pytest.param(ignores_noise, {}, ["its noise is missing", "0.01"], False, marks=fault("R4.noise_never_acts")),
+    pytest.param(dies, {}, ["EngineCore died"], True, marks=fault("R4.engine_dead", recovered=True)),
+    pytest.param(
+        hangs, {"rollout_timeout": 1.0}, ["rollout_timeout=1", "hangs"], False, marks=fault("R4.engine_hangs")
+    ),
+]
+
+
+@pytest.mark.parametrize(("action", "options", "words", "again"), ACTIONS)
+def test_the_run_ends_and_goes_on_from_the_step_that_was_saved(action, options, words, again, engine_trainer):
+    options = {**options, "save_strategy": "steps", "save_steps": 100}
+    with told(RolloutError, *words, "Step 1 is saved", "resume"):
+        train(engine_trainer(**options), action)
+    if again:
+        trainer = engine_trainer(**options)
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+        assert trainer._resumed.global_step == 1 and trainer.state.global_step == 2
+
+
+# --- weights ---
 
 
 class Ignores(StandIn):
@@ -77,231 +133,202 @@ class Ignores(StandIn):
         super().put_adapter({}, norms)
 
 
-@fault("R4.adapter_ignored")
-def test_an_adapter_that_the_engine_ignores(make_trainer):  # noqa: F811
-    with told(RolloutError, "the adapter acts otherwise", "report", "use_vllm=False", "rollout_probe='warn'"):
-        make_trainer(engine=Ignores, rollout_probe="refuse")
-
-
-@fault("R4.adapter_stale", recovered=True)
-def test_an_update_that_never_arrives(make_trainer):  # noqa: F811
-    def stale(engine):
-        engine.put_adapter = lambda adapter, norms: None
-
-    ends_and_goes_on(make_trainer, stale, "does not hold what the trainer put there last", "stale policy", "resume")
-
-
-@fault("R4.adapter_stale", recovered=True)
-def test_a_change_that_leaves_no_trace_in_torch_is_put_all_the_same(make_trainer):  # noqa: F811
-    """`.data` does not count versions: at 843f908 the engine kept the adapter of before."""
-    trainer = make_trainer()
-    generation, fill = trainer.vllm_generation, lambda p: p.data.fill_(0.5)
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            fill(parameter)
-    generation.generate([[5, 6, 7]], None, 1)
-    ups = [p for name, p in generation.engine.policy.named_parameters() if "lora_B" in name]
-    assert ups and all(bool((up == 0.5).all()) for up in ups)
-
-
-@fault("R4.adapter_half_written", recovered=True)
-def test_an_update_of_which_half_arrives(make_trainer):  # noqa: F811
-    def half(engine):
-        put = engine.put_adapter
-
-        def lossy(adapter, norms):
-            before = {name: p.clone() for name, p in engine.policy.named_parameters() if "layers.1" in name}
-            put(adapter, norms)
-            for name, parameter in engine.policy.named_parameters():
-                if name in before:
-                    parameter.data.copy_(before[name])
-
-        engine.put_adapter = lossy
-
-    ends_and_goes_on(
-        make_trainer, half, "does not hold what the trainer put there last", "layers.1", "made by half", "resume"
-    )
-
-
-@fault("R4.wake_without_weights", recovered=True)
-def test_an_engine_that_wakes_up_without_its_weights(make_trainer):  # noqa: F811
-    from qerl_trl.rollout.vllm.engine import InProcessEngine
-    from qerl_trl.rollout.vllm.state import RolloutState
-
-    def forgets(engine):
-        state = engine.state = RolloutState.__new__(RolloutState)
-        state.model = engine.policy
-        engine.asleep, engine._slept = True, state.sums()
-        weight = engine.policy.get_base_model().model.embed_tokens.weight
-        engine._running = SimpleNamespace(wake_up=lambda: weight.data.zero_())
-        engine.wake = lambda: InProcessEngine.wake(engine)
-
-    words = ("woke up with other weights", "embed_tokens", "vllm_enable_sleep_mode")
-    ends_and_goes_on(make_trainer, forgets, *words)
-
-
-@fault("R4.drift_after_wake", recovered=True)
-def test_an_engine_that_computes_otherwise_after_it_woke_up(make_trainer):  # noqa: F811
-    """Every weight is in place and a cache of positions is not: only the probe sees that."""
-
-    def drifts(engine):
-        engine.policy.get_base_model().model.rotary_emb.inv_freq.mul_(3)
-
-    words = ("vLLM and the trainer disagree", "nats", "Resume from the last checkpoint")
-    ends_and_goes_on(make_trainer, drifts, *words, rollout_probe_steps=1, rollout_probe="refuse")
-
-
-@fault("R4.prefix_cache_stale", recovered=True)
-def test_a_prefix_cache_that_is_not_reset(make_trainer):  # noqa: F811
-    from qerl_trl.rollout.vllm.engine import InProcessEngine
-
-    def refuses(engine):
-        engine.reset_prefix_cache = lambda: InProcessEngine.reset_prefix_cache(engine)
-        engine._running = SimpleNamespace(reset_prefix_cache=lambda reset_connector: False)
-
-    ends_and_goes_on(make_trainer, refuses, "refused to reset its prefix cache", "several threads", "resume")
-
-
-@fault("R4.unknown_keys")
-def test_an_update_with_names_that_the_engine_does_not_have(monkeypatch):
-    from qerl_trl.rollout.engine import AdapterTensors
-    from qerl_trl.rollout.vllm import state as states
-
-    monkeypatch.setattr(states, "find_norms", lambda *args: {})
-    model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.ones(1))
-    with told(ValueError, "no buffers", "model.elsewhere", "made for this model"):
-        states.RolloutState(model).load_adapter(
-            {"model.elsewhere": AdapterTensors(torch.ones(1, 2), torch.ones(2, 1), 1.0)}, {}
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------- noise
-
-
-@fault("R4.noise_left_on")
-def test_noise_that_stays_on(make_trainer):  # noqa: F811
-    def keeps(engine):
-        put = engine.set_noise
-        engine.set_noise = lambda norms, draw: put(norms, draw) if draw.sigma else 0.0
-
-    trainer = make_trainer()
-    train(trainer, keeps)
-    with told(RolloutError, "noise was left on", "sigma 0.01", "resume"):
-        trainer.vllm_generation.generate_greedily([[5, 6, 7]], 4)
-
-
-@fault("S.noise_never_acts", recovered=True)
-def test_noise_that_does_not_arrive(make_trainer):  # noqa: F811
-    def ignores(engine):
-        engine.set_noise = lambda norms, draw: draw.sigma
-
-    ends_and_goes_on(make_trainer, ignores, "its noise is missing", "sigma 0.01", "resume")
-
-
-# ---------------------------------------------------------------------------------------------------- the engine itself
-
-
-@fault("R4.engine_dead", recovered=True)
-def test_an_engine_that_dies(make_trainer):  # noqa: F811
-    def dies(engine):
-        def generate(*args, **kwargs):
-            raise RuntimeError("EngineCore died")
-
-        engine.llm.generate = generate
-
-    ends_and_goes_on(make_trainer, dies, "EngineCore died", "resume_from_checkpoint=True")
-
-
-@fault("R4.engine_hangs")
-def test_an_engine_that_hangs(make_trainer):  # noqa: F811
-    trainer = make_trainer(rollout_timeout=0.5)
-
-    def forever(*args, **kwargs):
-        while True:
-            time.sleep(0.05)
-
-    trainer.vllm_generation.engine.llm.generate = forever
-    caught = []
-    started = time.monotonic()
-    try:
-        trainer.vllm_generation.generate([[5, 6, 7]], None, 1)
-    except RolloutError as error:
-        caught.append(error)
-    assert time.monotonic() - started < 15 and caught
-    with told(RolloutError, "rollout_timeout=0.5", "hangs", "raise", "resume"):
-        raise caught[0]
-
-
-@fault("R4.engine_hangs", recovered=True)
-def test_an_engine_that_hangs_in_the_middle_of_a_run(make_trainer):  # noqa: F811
-    def hangs(engine):
-        engine.llm.generate = lambda *args, **kwargs: time.sleep(30)
-
-    ends_and_goes_on(make_trainer, hangs, "rollout_timeout=2", "hangs", "resume", rollout_timeout=2.0)
-
-
-@fault("R4.completions_or_logps_bad")
-def test_completions_of_a_rollout_function_that_cannot_be_trained_on(make_trainer):  # noqa: F811
-    def rollout(prompts, trainer):
-        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5]] * 3 + [[]], "logprobs": [[-1.0]] * 3 + [[]]}
-
-    with told(RolloutError, "completion 3 has 0 tokens", "rollout_func", "a number per token"):
-        make_trainer(rollout).train()
-
-
-@fault("R4.completions_or_logps_bad")
-@pytest.mark.parametrize("logps", [[[-1.0], [-2.0]], [[-1.0, -3.0]] * 2], ids=["one", "several"])
-def test_a_rollout_function_that_returns_the_engines_lists(make_trainer, logps):  # noqa: F811
-    """TRL would make a third dimension of them, and the correction one number of all pairs of tokens."""
-
-    def rollout(prompts, trainer):
-        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5, 6]] * 4, "logprobs": [logps] * 4}
-
-    with told(RolloutError, "completion 0 has 2 tokens", "rollout_func", "(2, ", "value[0]"):
-        make_trainer(rollout).train()
-
-
-@pytest.mark.parametrize("make", [np.float32, torch.tensor], ids=["numpy", "torch"])
-@pytest.mark.parametrize(
-    "values",
-    [[[-1.0], [-2.0]], [[-1.0, -2.0]], [[-1.0, -3.0], [-2.0, -4.0]]],
-    ids=["column", "row", "several per token"],
-)
-def test_a_rollout_function_that_returns_arrays_of_another_shape(make_trainer, make, values):  # noqa: F811
-    def rollout(prompts, trainer):
-        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5, 6]] * 4, "logprobs": [make(values)] * 4}
-
-    shape = str(tuple(make(values).shape))
-    with told(RolloutError, "completion 0 has 2 tokens", "rollout_func", shape, "a number"):
-        make_trainer(rollout).train()
-
-
-def test_a_rollout_function_whose_log_probabilities_are_a_half_tensor_trains(make_trainer):  # noqa: F811
-    def rollout(prompts, trainer):
-        ids = trainer.processing_class(text=prompts)["input_ids"]
-        found = [trainer.vllm_generation.engine._complete(prompt, 4, 1.0) for prompt in ids]
-        logps = [torch.tensor(one.logps, dtype=torch.bfloat16) for one in found]
-        return {"prompt_ids": ids, "completion_ids": [one.tokens for one in found], "logprobs": logps}
-
-    assert train(make_trainer(rollout)).state.global_step == 2
-
-
 class Shifted(StandIn):
     def generate(self, prompts, sampling):
         return [Completion(c.tokens, [p + 0.3 for p in c.logps]) for c in super().generate(prompts, sampling)]
 
 
-@fault("R4.logp_gap")
-def test_log_probabilities_that_are_off_by_a_constant(make_trainer):  # noqa: F811
-    with told(RolloutError, "clean log-probabilities differ", "nats", "other weights"):
-        make_trainer(engine=Shifted, rollout_probe="refuse")
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        pytest.param(
+            Ignores, ("the adapter acts otherwise", "rollout_probe='warn'"), marks=fault("R4.adapter_ignored")
+        ),
+        pytest.param(Shifted, ("clean log-probabilities differ", "other weights"), marks=fault("R4.logp_gap")),
+    ],
+)
+def test_an_engine_that_disagrees_from_the_start(engine, words, engine_trainer):
+    with told(RolloutError, *words, "report", "use_vllm=False"):
+        engine_trainer(engine=engine, rollout_probe="refuse")
 
 
 @pytest.mark.parametrize("mode", ["warn", "off", False])  # YAML reads off as false
-def test_a_disagreement_at_start_ends_no_run_unless_asked(make_trainer, caplog, mode):  # noqa: F811
+def test_a_disagreement_at_start_ends_no_run_unless_asked(engine_trainer, caplog, mode):
     with caplog.at_level("WARNING"):
-        trainer = train(make_trainer(engine=Shifted, rollout_probe=mode, rollout_mismatch_threshold=None))
+        trainer = train(engine_trainer(engine=Shifted, rollout_probe=mode, rollout_mismatch_threshold=None))
     assert trainer.state.global_step == 2
     assert caplog.text.count("vLLM and the trainer disagree, clean log-probabilities differ") == (mode == "warn")
     assert (trainer.vllm_generation.probe_result is None) == (mode != "warn")
+
+
+@fault("R4.adapter_stale", recovered=True)
+def test_a_change_that_leaves_no_trace_in_torch_is_put_all_the_same(engine_trainer):
+    """`.data` does not count versions."""
+    trainer = engine_trainer()
+    generation = trainer.vllm_generation
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(0.5)
+    generation.generate([[5, 6, 7]], None, 1)
+    ups = [p for name, p in generation.engine.policy.named_parameters() if "lora_B" in name]
+    assert ups and all(bool((up == 0.5).all()) for up in ups)
+
+
+# --- noise ---
+
+
+def in_the_engine(engine, norms) -> float:
+    """Root mean square of the noise on its norms."""
+    added = torch.cat([engine.norms[name].weight - engine.clean[name] for name in norms])
+    return float(added.square().mean().sqrt())
+
+
+@fault("R4.noise_left_on")
+def test_noise_that_stays_on(engine_trainer):
+    def keeps(engine):
+        put = engine.set_noise
+        engine.set_noise = lambda norms, draw: put(norms, draw) if draw.sigma else 0.0
+
+    trainer = train(engine_trainer(), keeps)
+    with told(RolloutError, "noise was left on", "sigma 0.01", "resume"):
+        trainer.vllm_generation.generate_greedily([[5, 6, 7]], 4)
+
+
+@fault("R4.noise_left_on")
+def test_noise_that_stays_on_in_evaluation_ends_the_run(engine_trainer, monkeypatch):
+    set_noise = StandIn.set_noise
+
+    def only_on(engine, norms, draw):
+        if draw.sigma or not (engine.draw and engine.draw.sigma):
+            set_noise(engine, norms, draw)
+        return in_the_engine(engine, norms)
+
+    trainer = engine_trainer(per_device_eval_batch_size=4)
+    monkeypatch.setattr(StandIn, "set_noise", only_on)
+    trainer.train()  # its second step is noisy
+    with told(RuntimeError, "sigma 0 was asked for", "left on", "restart the engine"):
+        trainer.evaluate(PROMPTS)
+
+
+def answer(prompts, trainer, sample) -> dict:
+    ids = trainer.processing_class(text=prompts)["input_ids"]
+    sampled = [sample(one) for one in ids]
+    return {"prompt_ids": ids, "completion_ids": [s[0] for s in sampled], "logprobs": [s[1] for s in sampled]}
+
+
+def test_a_rollout_function_that_samples_from_the_engine_meets_the_noise(engine_trainer):
+    differ = []
+
+    def rollout(prompts, trainer):
+        from vllm import SamplingParams
+
+        engine = trainer.vllm_generation.engine
+        differ.append(any(not norm.weight.equal(engine.clean[name]) for name, norm in engine.norms.items()))
+        parameters = SamplingParams(max_tokens=4, temperature=1.0, logprobs=0)
+
+        def sample(ids):
+            (output,) = trainer.vllm_generation.llm.generate([{"prompt_token_ids": ids}], parameters)
+            (one,) = output.outputs
+            return one.token_ids, [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+
+        return answer(prompts, trainer, sample)
+
+    trainer = train(engine_trainer(rollout))
+    assert differ == [False, True]  # stage 0 has no noise
+    rollouts = " ".join(trainer.vllm_generation.engine.calls).split("sleep")[2:-1]  # two slept after the probes
+    assert [calls.count("put_adapter") for calls in rollouts] == [0, 1]
+
+
+# --- completions and their log-probabilities ---
+
+SHAPES = [
+    ([[-1.0], [-2.0]], "(2, "),
+    ([[-1.0, -3.0]] * 2, "(2, "),
+    (np.float32([[-1.0, -2.0]]), "(1, 2)"),
+    (torch.tensor([[-1.0, -3.0], [-2.0, -4.0]]), "(2, 2)"),
+]
+
+
+@fault("R4.completions_or_logps_bad")
+@pytest.mark.parametrize(("logps", "shape"), SHAPES, ids=["one", "several", "numpy", "torch"])
+def test_a_rollout_function_that_returns_more_than_a_number_per_token(engine_trainer, logps, shape):
+    """TRL would make a third dimension of them."""
+
+    def rollout(prompts, trainer):
+        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5, 6]] * 4, "logprobs": [logps] * 4}
+
+    with told(RolloutError, "completion 0 has 2 tokens", "rollout_func", shape, "a number"):
+        engine_trainer(rollout).train()
+
+
+@fault("R4.completions_or_logps_bad")
+def test_an_empty_completion_of_a_rollout_function(engine_trainer):
+    def rollout(prompts, trainer):
+        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5]] * 3 + [[]], "logprobs": [[-1.0]] * 3 + [[]]}
+
+    with told(RolloutError, "completion 3 has 0 tokens", "rollout_func", "a number per token"):
+        engine_trainer(rollout).train()
+
+
+def tamper(trainer, change) -> None:
+    """From now on the engine reports `change(log-probabilities)`."""
+    engine = trainer.vllm_generation.engine
+    complete = engine._complete
+
+    def tampered(*args):
+        found = complete(*args)
+        return Completion(found.tokens, change(found.logps))
+
+    engine._complete = tampered
+
+
+@fault("R4.completions_or_logps_bad")
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [(lambda logps: [math.nan] * len(logps), 16), (lambda logps: [*logps[:-1], math.nan], 4)],
+    ids=["all", "many"],
+)
+def test_log_probabilities_that_are_nan_end_the_run(change, missing, engine_trainer):
+    trainer = engine_trainer()
+    tamper(trainer, change)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+    words = (f"no finite log-probability for {missing} of the 16 tokens", "resume from the last checkpoint")
+    with told(RuntimeError, *words):
+        trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@fault("R4.logp_gap")
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (lambda logps: [value - 0.3 for value in logps], {}, ("3 rollouts in a row", "temperature")),
+        (lambda logps: [0.9 * value for value in logps], {}, ("3 rollouts in a row", "temperature")),
+        (lambda logps: [value + 0.3 for value in logps], {"top_p": 0.9}, ("tokens are left out",)),
+    ],
+    ids=["constant", "temperature", "truncated"],
+)
+def test_log_probabilities_that_were_not_sampled_with_end_the_run(change, options, words, engine_trainer, caplog):
+    """A constant 0.3 nats are a KL of 0.04, below every threshold."""
+    trainer = engine_trainer(max_steps=6, **({"per_device_train_batch_size": 16} if options else {}), **options)
+    tamper(trainer, change)
+    with told(RuntimeError, "rollout/logp_gap", *words, "Then resume"):
+        trainer.train()
+    assert trainer.state.global_step == 2  # warned of at once, ended in the third
+    assert "The rollout's log-probabilities are not those" in caplog.text
+
+
+# --- rollouts of transformers ---
+
+
+@pytest.mark.parametrize("scope", ["rollout", "policy"])
+def test_noise_alone_in_trls_trainer_warns_that_nothing_corrects_it(scope, tiny_runs, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("qerl_trl.noise.callback.logger.warning_once", said.append)
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, report_to="none")
+    noise = [AQNCallback(scope=scope)]
+    tokenizer = tiny_runs.tokenizer
+    GRPOTrainer(tiny_runs.model, spread_reward, args, PROMPTS, processing_class=tokenizer, callbacks=noise)
+    words = ("noisy completions", "Use QeRLGRPOTrainer", "scope='policy'")
+    assert [all(word in text for word in words) for text in said] == [True] * (scope == "rollout")

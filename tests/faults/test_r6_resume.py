@@ -1,175 +1,200 @@
-"""A damaged checkpoint costs the steps since the one before it, and an interrupted run ends as it would have without: byte for byte."""
+"""A damaged checkpoint costs the steps since the one before, and an interrupted run ends as it would have without."""
 
+import copy
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from datasets import Dataset
+from transformers import TrainerCallback
 
-from qerl_trl.checkpoint import seal as checkpoint
-from qerl_trl.checkpoint.seal import MANIFEST_NAME
-
-from .catalog import fault
-from .tiny_runs import WEIGHTS, Interrupted, interrupting, tiny_runs  # noqa: F401
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish import export
+from qerl_trl.publish.quantize import quantize_folder
+from qerl_trl.run.resume import REFERENCE_NAME
+from tests.faults.catalog import fault, told
+from tests.faults.tiny_runs import (
+    PROMPTS,
+    WEIGHTS,
+    AfterTheFirstStep,
+    Interrupted,
+    contents,
+    edit,
+    flip_a_bit,
+    interrupting,
+    poison,
+    spread_reward,
+)
 
 STATE = "trainer_state.json"
 
 
-@pytest.fixture(scope="module")
-def ended(tiny_runs, tmp_path_factory):  # noqa: F811
-    """A run of two steps with a checkpoint of each, killed before its final adapter was written."""
-    folder = tmp_path_factory.mktemp("ended") / "run"
-    tiny_runs.trainer(folder).train()
-    return folder
-
-
 def case(*values):
     """Parameters of one case, the last being its fault."""
-    *values, mark = values
-    return pytest.param(*values, marks=mark, id=mark.args[0])
+    *values, name = values
+    return pytest.param(*values, marks=fault(name, recovered=True))
 
 
-# --- the newest checkpoint is damaged ------------------------------------------------------------------------------------------------
+# --- the newest checkpoint is damaged ---
 
 
-def changed_weights(folder: Path, change) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    save_file(change(tensors), folder / WEIGHTS)
+def cut(name: str, kept: float):
+    return lambda folder: (folder / name).write_bytes(
+        (folder / name).read_bytes()[: int(kept * (folder / name).stat().st_size)]
+    )
 
 
-def flip_a_bit(folder: Path) -> None:
-    content = bytearray((folder / WEIGHTS).read_bytes())
-    content[-5] ^= 4
-    (folder / WEIGHTS).write_bytes(content)
+def without(*names: str):
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
-def cut(file: Path, kept: float) -> None:
-    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
+def weights(change):
+    return lambda folder: edit(folder / WEIGHTS, change)
 
 
 def half_rank(folder: Path) -> None:
-    changed_weights(
-        folder, lambda tensors: {n: (t[:2] if "lora_A" in n else t[:, :2]).contiguous() for n, t in tensors.items()}
-    )
+    weights(lambda stored: {n: (t[:2] if "lora_A" in n else t[:, :2]).contiguous() for n, t in stored.items()})(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 2}))
 
 
-def half_written(folder: Path) -> None:
-    """Killed while it was written: weights are there, nothing after them."""
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", STATE, MANIFEST_NAME):
-        (folder / name).unlink()
-
-
 def without_entry(folder: Path) -> None:
-    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    manifest = json.loads((folder / seal.MANIFEST_NAME).read_text())
     del manifest["files"][WEIGHTS]
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
-    changed_weights(folder, lambda tensors: {n: t * 1000 for n, t in tensors.items()})
+    (folder / seal.MANIFEST_NAME).write_text(json.dumps(manifest))
+    weights(lambda stored: {n: t * 1000 for n, t in stored.items()})(folder)
+
+
+def manifest(content):
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return lambda folder: (folder / seal.MANIFEST_NAME).write_bytes(text)
 
 
 DAMAGE = [
-    case(lambda f: cut(f / WEIGHTS, 0.5), WEIGHTS, fault("R6.truncated_weights", recovered=True)),
-    case(flip_a_bit, WEIGHTS, fault("R6.bit_flip", recovered=True)),
-    case(lambda f: cut(f / WEIGHTS, 0), WEIGHTS, fault("R6.empty_file", recovered=True)),
-    case(lambda f: (f / WEIGHTS).unlink(), WEIGHTS, fault("R6.missing_adapter", recovered=True)),
+    case(cut(WEIGHTS, 0.5), WEIGHTS, "R6.damaged"),
+    case(lambda folder: flip_a_bit(folder / WEIGHTS), WEIGHTS, "R6.damaged"),
+    case(cut(WEIGHTS, 0), WEIGHTS, "R6.damaged"),
+    case(without(WEIGHTS), WEIGHTS, "R6.damaged"),
+    case(weights(lambda stored: dict(sorted(stored.items())[::2])), WEIGHTS, "R6.missing_tensors"),
+    case(weights(poison), WEIGHTS, "R6.damaged"),
+    case(half_rank, WEIGHTS, "R6.damaged"),
+    case(without("optimizer.pt"), "optimizer.pt is missing", "R6.missing_optimizer"),
+    case(cut("optimizer.pt", 0.9), "optimizer.pt has", "R6.damaged"),
+    case(without("scheduler.pt"), "scheduler.pt is missing", "R6.damaged"),
+    case(without("rng_state.pth"), "rng_state.pth is missing", "R6.damaged"),
+    case(cut(STATE, 0.5), STATE, "R6.damaged"),
     case(
-        lambda f: changed_weights(f, lambda t: dict(sorted(t.items())[::2])),
-        WEIGHTS,
-        fault("R6.missing_tensors", recovered=True),
+        without("optimizer.pt", "scheduler.pt", "rng_state.pth", STATE, seal.MANIFEST_NAME),
+        f"{seal.MANIFEST_NAME} is missing", "R6.half_written_folder",
     ),
-    case(
-        lambda f: changed_weights(f, lambda t: {n: v * torch.nan for n, v in t.items()}),
-        WEIGHTS,
-        fault("R6.nan_tensor", recovered=True),
-    ),
-    case(half_rank, WEIGHTS, fault("R6.other_rank", recovered=True)),
-    case(
-        lambda f: (f / "optimizer.pt").unlink(),
-        "optimizer.pt is missing",
-        fault("R6.missing_optimizer", recovered=True),
-    ),
-    case(lambda f: cut(f / "optimizer.pt", 0.9), "optimizer.pt has", fault("R6.truncated_optimizer", recovered=True)),
-    case(
-        lambda f: (f / "scheduler.pt").unlink(),
-        "scheduler.pt is missing",
-        fault("R6.missing_scheduler", recovered=True),
-    ),
-    case(
-        lambda f: (f / "rng_state.pth").unlink(),
-        "rng_state.pth is missing",
-        fault("R6.missing_rng_state", recovered=True),
-    ),
-    case(lambda f: cut(f / STATE, 0.5), STATE, fault("R6.damaged_trainer_state", recovered=True)),
-    case(half_written, f"{MANIFEST_NAME} is missing", fault("R6.half_written_folder", recovered=True)),
-    case(without_entry, MANIFEST_NAME, fault("R6.missing_entry", recovered=True)),
-]
+    case(without_entry, seal.MANIFEST_NAME, "R6.damaged"),
+    case(manifest([]), "unreadable", "R6.damaged"),
+    case(manifest(b"\xff\xfe{}"), "unreadable", "R6.damaged"),
+    case(manifest(seal.manifest({"../x": {"bytes": 1, "sha256": ""}}, {})), "unreadable", "R6.damaged"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("damage", "named"), DAMAGE)
-def test_the_same_command_goes_on_from_the_one_before(damage, named, tiny_runs, ended, tmp_path, caplog):  # noqa: F811
-    run = shutil.copytree(ended, tmp_path / "run")
+def test_the_same_command_goes_on_from_the_one_before(damage, named, tiny_runs, finished, tmp_path, caplog):
+    run = tmp_path / "run"  # killed before its final adapter was written
+    for step in (1, 2):
+        shutil.copytree(finished / f"checkpoint-{step}", run / f"checkpoint-{step}")
     damage(run / "checkpoint-2")
     tiny_runs.command(run)
     assert "Skipping" in caplog.text and "checkpoint-2" in caplog.text and named in caplog.text
     assert "Looking for an older checkpoint" in caplog.text
     for written in (run, run / "checkpoint-2"):
-        assert checkpoint.problems(written) == []
-        assert (written / WEIGHTS).read_bytes() == (ended / "checkpoint-2" / WEIGHTS).read_bytes()
+        assert seal.problems(written) == []
+        assert (written / WEIGHTS).read_bytes() == (finished / "checkpoint-2" / WEIGHTS).read_bytes()
 
 
-# --- interrupted and started again ---------------------------------------------------------------------------------------------------
+@fault("R6.missing_optimizer", recovered=True)
+def test_a_checkpoint_that_never_had_an_optimizer_is_not_gone_on_from(finished, tiny_runs, tmp_path):
+    """As save_only_model leaves it."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    without("optimizer.pt", "scheduler.pt")(run / "checkpoint-2")
+    sealed = seal.read_manifest(run / "checkpoint-2")
+    seal.seal(run / "checkpoint-2", sealed["run"], order=sealed["order"])
+    trainer = tiny_runs.trainer(run, max_steps=3)
+    with told(ValueError, "checkpoint-2 keeps no optimizer state", "another checkpoint", "allow_other_settings=True"):
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+    trainer.args.allow_other_settings = True
+    trainer.train(resume_from_checkpoint=trainer.to_resume())
+    assert trainer.state.global_step == 3
+    assert seal.recorded_run(run / "checkpoint-3")["changed"] == ["optimizer: a new one from step 2 on"]
 
 
-def told_to_go_on(text: str, run: Path, newest: str, wanted: int) -> bool:
-    """Whether a run has said, once: from which checkpoint and step it goes on, what of it is lost, and what else could be done."""
+@fault("R6.missing_tensors")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda stored: {name: stored[name] for name in sorted(stored)[::2]}, ("lacks", "whole checkpoint")),
+        (poison, ("NaN or infinite", WEIGHTS)),
+    ],
+    ids=["half", "nan"],
+)
+def test_a_checkpoint_without_a_seal_is_looked_into(change, words, finished, tiny_runs, tmp_path):
+    """One of another trainer, named explicitly; PEFT would fill what is missing with random numbers."""
+    foreign = shutil.copytree(finished / "checkpoint-1", tmp_path / "foreign")
+    (foreign / seal.MANIFEST_NAME).unlink()
+    edit(foreign / WEIGHTS, change)
+    trainer = tiny_runs.trainer(tmp_path / "on")
+    with told(ValueError, str(foreign), *words):
+        trainer.train(resume_from_checkpoint=str(foreign))
+    assert trainer.state.global_step == 0
+
+
+@fault("R6.missing_optimizer")
+@pytest.mark.parametrize("sealed", [True, False], ids=["export", "without a seal"])
+def test_an_adapter_is_no_checkpoint(sealed, tiny_runs, tmp_path):
+    trainer = tiny_runs.trainer(tmp_path / "run")
+    folder = str(tmp_path / "adapter")
+    export.save_adapter(trainer, folder) if sealed else trainer.model.save_pretrained(folder)
+    why = "is an export (adapter)" if sealed else f"has no {STATE}"
+    with told(ValueError, folder, why, "name a checkpoint-<step>", "load_adapter"):
+        trainer.train(resume_from_checkpoint=folder)
+
+
+# --- interrupted and started again ---
+
+
+def check_told(text: str, run: Path, newest: str, wanted: int) -> None:
+    """A run has printed once from which checkpoint it goes on, and what else could be done."""
     step = newest.removeprefix("checkpoint-")
-    words = (
-        f"{run} goes on at step {step} of {wanted} (epoch ",
-        f"from {newest}",
-        "choose another output_dir",
-    )
-    return text.count("goes on at step") == 1 and all(word in text for word in words)
+    assert text.count("goes on at step") == 1
+    for word in (f"{run} goes on at step {step} of {wanted} (epoch ", f"from {newest}", "choose another output_dir"):
+        assert word in text
 
 
 QUIET = {"aqn": False, "max_steps": 4}
-LATER = {**QUIET, "gradient_accumulation_steps": 8, "save_steps": 3}  # two updates an epoch
+LATER = {**QUIET, "gradient_accumulation_steps": 8, "save_steps": 3}  # two updates per epoch
 # two updates share a rollout: a save that falls between them waits for the second
 INSIDE = {**QUIET, "steps_per_generation": 2, "max_steps": 6, "save_steps": 3}
 INTERRUPTED = [
-    case(QUIET, 3, "checkpoint-2", fault("R6.resume_on_boundary", recovered=True)),
-    case(INSIDE, 3, "checkpoint-4", fault("R6.resume_inside_buffer", recovered=True)),
-    case(
-        {**QUIET, "num_iterations": 2},
-        2,
-        "checkpoint-2",
-        fault("R6.resume_num_iterations", recovered=True),
-    ),
-    case(LATER, 4, "checkpoint-3", fault("R6.resume_later_epoch", recovered=True)),
-    case(
-        {"aqn_sigma_start": 0.5, "max_steps": 4},
-        4,
-        "checkpoint-3",
-        fault("R6.resume_with_noise", recovered=True),
-    ),
+    case(QUIET, 3, "checkpoint-2", "R6.resume"),
+    case(INSIDE, 3, "checkpoint-4", "R6.resume_inside_buffer"),
+    case({**QUIET, "num_iterations": 2}, 2, "checkpoint-2", "R6.resume_num_iterations"),
+    case(LATER, 4, "checkpoint-3", "R6.resume"),
+    case({"aqn_sigma_start": 0.5, "max_steps": 4}, 4, "checkpoint-3", "R6.resume_with_noise"),
 ]
 
 
 @pytest.mark.parametrize(("options", "rollout", "newest"), INTERRUPTED)
-def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest, tiny_runs, tmp_path, capsys, caplog):  # noqa: F811
+def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest, tiny_runs, tmp_path, capsys, caplog):
     whole = tiny_runs.command(tmp_path / "whole", **options)
     run = tmp_path / "run"
     with pytest.raises(Interrupted):
         tiny_runs.command(run, reward=interrupting(rollout), **options)
-    assert checkpoint.last_checkpoint(run) == str(run / newest)
+    assert seal.last_checkpoint(run) == str(run / newest)
     assert "goes on" not in capsys.readouterr().out  # of first starts
     resumed = tiny_runs.command(run, **options)
-    assert told_to_go_on(capsys.readouterr().out, run, newest, options["max_steps"])
+    check_told(capsys.readouterr().out, run, newest, options["max_steps"])
     moved = "one rollout is used for 2 steps here"
     assert (moved in caplog.text) is (options is INSIDE or "num_iterations" in options)
     assert (run / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
@@ -179,7 +204,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest,
 
 @fault("R6.resume_after_sigkill", recovered=True)
 @pytest.mark.parametrize("moment", ["in a rollout", "in a save"])
-def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, ended, tmp_path, capsys, caplog):  # noqa: F811
+def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, finished, tmp_path, capsys, caplog):
     run = tmp_path / "run"
 
     def killed():
@@ -187,17 +212,215 @@ def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, ended, tmp_p
             os.kill(os.getpid(), signal.SIGKILL)
 
         if moment == "in a save":  # of the second checkpoint, before its seal
-            seals, seal = [], checkpoint.seal
-            checkpoint.seal = lambda *args, **named: kill() if seals else seals.append(seal(*args, **named))
+            seals, whole = [], seal.seal
+            seal.seal = lambda *args, **named: kill() if seals else seals.append(whole(*args, **named))
         tiny_runs.trainer(run, reward=interrupting(2, by=kill) if moment == "in a rollout" else interrupting(0)).train()
 
     process = multiprocessing.get_context("fork").Process(target=killed)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    assert seal.last_checkpoint(run) == str(run / "checkpoint-1")
     tiny_runs.command(run)
-    assert told_to_go_on(capsys.readouterr().out, run, "checkpoint-1", 2)
+    check_told(capsys.readouterr().out, run, "checkpoint-1", 2)
     half = "checkpoint-2: qerl_manifest.json is missing: the run that wrote it was stopped before it was complete"
     assert (half in caplog.text) is (moment == "in a save")
-    assert (run / WEIGHTS).read_bytes() == (ended / "checkpoint-2" / WEIGHTS).read_bytes()
+    assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
+
+
+@fault("R6.resume", recovered=True)
+def test_a_reference_that_moves_is_gone_on_with(tiny_runs, tmp_path, caplog):
+    """With sync_ref_model TRL moves the reference towards the policy after each step."""
+
+    def full(folder):
+        moving = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+        return tiny_runs.trainer(folder, base_format="full", aqn=False, learning_rate=1e-2, **moving)
+
+    whole = full(tmp_path / "whole")
+    whole.train()
+    first = full(tmp_path / "run")
+    first.add_callback(AfterTheFirstStep())
+    with pytest.raises(Interrupted):
+        first.train()
+    shutil.copytree(tmp_path / "run/checkpoint-1", tmp_path / "without")
+    second = full(tmp_path / "run")
+    second.train(resume_from_checkpoint=True)
+    for name in ("model", "ref_model"):
+        pairs = zip(getattr(whole, name).named_parameters(), getattr(second, name).named_parameters(), strict=True)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in pairs), name
+    (tmp_path / "without" / REFERENCE_NAME).unlink()
+    seal.seal(tmp_path / "without", seal.recorded_run(tmp_path / "without"))
+    full(tmp_path / "on").train(resume_from_checkpoint=str(tmp_path / "without"))
+    assert f"without has no {REFERENCE_NAME}" in caplog.text
+
+
+@fault("R6.finished_run_again", recovered=True)
+def test_a_finished_run_stays_finished(tiny_runs, finished, tmp_path, caplog):
+    run = shutil.copytree(finished, tmp_path / "run")
+    for _ in range(2):
+        assert tiny_runs.command(run).state.global_step == 2
+        assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
+    assert not (run / "checkpoint-3").exists()
+    assert "2 steps are done, 2 are wanted. Nothing is trained." in caplog.text
+
+
+class Decreasing(TrainerCallback):
+    """The first checkpoint is the best one; then `action`."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        metrics["eval_reward"] = -float(state.global_step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.action()
+
+
+@fault("R6.finished_run_again")
+@fault("R6.damaged", recovered=True)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_best_weights_are_recorded_as_such(damaged, tiny_runs, tmp_path, caplog):
+    """If the best checkpoint is damaged, the weights stay those of the last step."""
+    run = tmp_path / "run"
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
+    evaluated = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "do_eval": True,
+        "given": {"eval_dataset": PROMPTS.select(range(4))},
+    }
+    trainer = tiny_runs.trainer(run, max_steps=3, **evaluated, **best)
+    trainer.add_callback(Decreasing(lambda: damaged and flip_a_bit(run / "checkpoint-1" / WEIGHTS)))
+    trainer.train()
+    trainer.save_model()
+    of = "checkpoint-3" if damaged else "checkpoint-1"
+    assert (run / WEIGHTS).read_bytes() == (run / of / WEIGHTS).read_bytes()
+    changed = None if damaged else ["weights: those of checkpoint-1 (load_best_model_at_end)"]
+    assert seal.recorded_run(run).get("changed") == changed
+    assert "changed" not in seal.recorded_run(run / "checkpoint-3")
+    assert damaged is ("checkpoint-1 is damaged" in caplog.text and "those of the last step" in caplog.text)
+
+
+# --- with other settings ---
+
+
+def longer_reward(completions, **kwargs):
+    return spread_reward(completions)
+
+
+@pytest.fixture
+def refused(tiny_runs, finished):
+    """`refused(line, **other)`: the finished run's folder is refused to a command with other settings, and stays as it
+    was."""
+
+    def check(line: str, **other) -> None:
+        before = contents(finished)
+        with told(ValueError, str(finished), line, "another output_dir"):
+            tiny_runs.command(finished, **{"max_steps": 3, **other})
+        assert contents(finished) == before
+
+    return check
+
+
+@fault("R6.resume_other_data")
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ({"dataset": Dataset.from_dict({"prompt": ["count to ten "] * 16})}, "dataset_sha256: the training data"),
+        ({"dataset": PROMPTS.select(range(12))}, "dataset_sha256: the training data"),
+        ({"reward": longer_reward}, "rewards: ['spread_reward'] then, ['longer_reward'] now"),
+        ({"optim": "sgd"}, "optim: not set then, 'sgd' now"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold: "),
+    ],
+    ids="data fewer-rows reward optimizer threshold".split(),
+)
+def test_other_data_and_rewards_are_refused(other, line, refused):
+    refused(line, **other)
+
+
+@fault("R6.arms_share_folder")
+@pytest.mark.parametrize("arm", [{"base_format": "bf16"}, {"aqn": False}], ids=["bf16", "no-noise"])
+def test_another_arm_is_refused_the_folder(arm, refused):
+    option, value = next(iter(arm.items()))
+    refused(f"{option}: ", **arm, max_steps=2)
+    refused(f"{value!r} now", **arm, max_steps=2)
+
+
+@fault("R6.resume_other_data")
+@pytest.mark.parametrize("change", ["end", "template"])
+def test_another_tokenizer(change, tiny_runs, refused, monkeypatch):
+    """The data are the same, and what the model reads is not, or where a completion ends."""
+    tokenizer = copy.deepcopy(tiny_runs.tokenizer)
+    if change == "end":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(40)
+    else:
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} please:"
+    monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
+    refused("tokenizer_content_sha256: the tokenizer changed")
+
+
+# --- a folder belongs to one run ---
+
+
+@fault("R6.two_runs_one_folder", recovered=True)
+def test_a_second_process_is_refused_the_folder(tiny_runs, finished, tmp_path):
+    """The first is in its second step, and is killed: then the folder is free."""
+    parallel = multiprocessing.get_context("fork")
+    training = parallel.Event()
+
+    def wait():
+        training.set()
+        time.sleep(600)
+
+    run = tmp_path / "run"
+    first = parallel.Process(target=lambda: tiny_runs.trainer(run, reward=interrupting(2, by=wait)).train())
+    first.start()
+    try:
+        assert training.wait(60)
+        before = contents(run)
+        with told(RuntimeError, str(run), f"process {first.pid}", "Another run", "choose another output_dir"):
+            tiny_runs.command(run)
+        assert contents(run) == before and seal.last_checkpoint(run) == str(run / "checkpoint-1")
+    finally:
+        first.kill()
+        first.join()
+    tiny_runs.command(run)
+    assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
+
+
+@fault("R6.arms_share_folder", recovered=True)
+def test_a_run_is_not_saved_over_another_ones_by_name(finished, tiny_runs, tmp_path):
+    other = shutil.copytree(finished, tmp_path / "other")
+    trainer = tiny_runs.trainer(tmp_path / "run", learning_rate=5e-2)
+    export.save_adapter(trainer, tmp_path / "export")
+    before = contents(tmp_path)
+    with told(ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "save_model('<folder>')"):
+        trainer.save_model(str(other))
+    with told(ValueError, str(tmp_path / "export"), "holds an export (adapter)", "save_model('<folder>')"):
+        trainer.save_model(tmp_path / "export")
+    assert contents(tmp_path) == before
+    for _ in range(2):  # what it has saved itself may be newer each time
+        trainer.save_model(tmp_path / "mine")
+
+
+@fault("R7.folder_edited")
+@pytest.mark.parametrize("what", ["a run", "a run that has not saved", "a folder of models"])
+def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished, tiny_runs, tiny_model_dir, tmp_path):
+    """`overwrite` removes what was there: a run with all its checkpoints, or a folder that holds others."""
+    folder, found = tmp_path / "folder", "checkpoint-1, checkpoint-2, trainer_state.json"
+    if what == "a run":
+        shutil.copytree(finished, folder)
+    if what == "a folder of models":
+        folder, found = tmp_path / "models", "mine"
+        shutil.copytree(tiny_model_dir("qwen2"), folder / "mine")
+    trainer = tiny_runs.trainer(tmp_path / ("folder" if what.startswith("a run") else "run"))
+    if what == "a run that has not saved":
+        found = ".qerl_lock"
+    before = contents(tmp_path)
+    with told(ValueError, str(folder), f"holds more than an export ({found}", "Name another folder"):
+        export.save_adapter(trainer, folder, overwrite=True)
+    with told(ValueError, str(folder), f"holds more than an export ({found}"):
+        quantize_folder(tiny_model_dir("qwen2"), folder, overwrite=True)
+    assert contents(tmp_path) == before

@@ -1,126 +1,268 @@
-"""R7, the Hub: no surprise about who can see it, no half of it, no secret in it. Judged at the repository on the stand-in Hub."""
+"""Publishing: no surprise about who can see it, whole or not at all, no secret in it. Judged at the stand-in Hub."""
 
+import ast
+import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import close_session
+from transformers import Trainer, TrainerCallback
 
+import qerl_trl
 from qerl_trl.checkpoint import seal
-from qerl_trl.publish import card, export, hub
-from qerl_trl.publish.load import TrainedPolicy
-from tests.cli.test_main import call
+from qerl_trl.cli import evaluate, make
+from qerl_trl.publish import hub
+from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
-from tests.faults.test_s_publish import SECRET, WEIGHTS, AfterStep, pushing
-from tests.faults.tiny_runs import contents
+from tests.faults.tiny_runs import FILE, REPO, WEIGHTS, call, contents, edit, poison
 from tests.hub_server import TOKEN
-from tests.publish.test_export import make_policy
-from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
-from tests.test_trainer import settings
+
+COMMIT = r"POST /api/models/.*/commit/.*"
+SECRET = "kx93-vv02-a-token-of-no-known-form"
 
 
-@pytest.fixture(scope="module")
-def merged(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
-    """A merged model in several shards."""
-    policy = TrainedPolicy(
-        make_policy(tiny_model_dir("llama"), dtype="bfloat16"),
-        tiny_tokenizer,
-        {"base_format": "nvfp4", "model": "some/base"},
-    )
-    facts = {"kind": "merged", "settings": policy.settings, "dataset": None}
-    folder = tmp_path_factory.mktemp("exports") / "merged"
-    export.save_merged(
-        policy, folder, max_shard_bytes=200_000, card=lambda partial, record: card.write(partial, facts, record)
-    )
-    return folder
+class AfterStep(TrainerCallback):
+    """Calls `action` once the step is saved and pushed."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
 
 
-def published_whole(server, folder: Path) -> bool:  # noqa: F811
+@pytest.fixture
+def pushing(tiny_runs, tmp_path):
+    """`pushing(**options)`: a trainer of two steps that pushes each of them."""
+
+    def build(**options):
+        fields = {
+            "hub_model_id": REPO, "hub_token": TOKEN, "model_init_kwargs": {"dtype": "float32", "token": SECRET},
+            "aqn": False,
+            "push_to_hub": True, "hub_base_model": "someone/base", "hub_always_push": True,
+            "hub_strategy": "every_save",
+        }  # fmt: skip
+        return tiny_runs.trainer(tmp_path / "run", **{**fields, **options})
+
+    return build
+
+
+def published(server) -> dict[str, bytes]:
     files = server.repos[REPO]["files"]
-    return all(
-        files[str(name)] == content for name, content in contents(folder).items() if name.suffix == ".safetensors"
-    )
+    assert not [name for name, data in files.items() if TOKEN.encode() in data or SECRET.encode() in data]
+    return files
 
 
-# --- who can see it ---------------------------------------------------------------------------------------------------------------
+def check_published_whole(server, folder: Path) -> None:
+    files = published(server)
+    for path in folder.glob("*.safetensors"):
+        assert files[path.name] == path.read_bytes()
+
+
+def push_fails(folder, *words: str) -> None:
+    """Nothing is uploaded, and the folder stays as it was."""
+    before = contents(folder)
+    code, _, said = call("push", "merged", folder, REPO)
+    assert code == 1 and not [word for word in words if word not in said], said
+    assert contents(folder) == before
+
+
+# --- who can see it ---
 
 
 @fault("R7.public_without_consent", recovered=True)
-def test_a_public_repository_gets_nothing_that_was_to_be_private(server, merged):  # noqa: F811
-    """With the repository private, the same command publishes what it was to publish; with consent, it may be public."""
+def test_a_public_repository_gets_nothing_that_was_to_be_private(server, merged):
     server.put(REPO, private=False)
-    before = contents(merged)
-    code, _, said = call("push", "merged", merged, REPO)
-    assert code == 1
-    for word in (REPO, "PUBLIC", "nothing was uploaded", "--public"):
-        assert word in said
-    assert set(server.repos[REPO]["files"]) == {".gitattributes"}
-    assert not server.objects and contents(merged) == before
+    push_fails(merged, REPO, "PUBLIC", "nothing was uploaded", "--public")
+    assert set(server.repos[REPO]["files"]) == {".gitattributes"} and not server.objects
     server.repos[REPO].update(private=True)
     assert call("push", "merged", merged, REPO)[0] == 0
-    assert published_whole(server, merged)
+    check_published_whole(server, merged)
     server.put("tester/public", private=False)
     assert call("push", "merged", merged, "tester/public", "--public")[0] == 0
 
 
 @fault("R7.public_without_consent", recovered=True)
-def test_a_repository_that_becomes_public_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
-    trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
-    trainer.add_callback(AfterStep(trainer, 1, lambda: server.repos[REPO].update(private=False)))
+def test_a_repository_that_becomes_public_while_training(server, pushing, tmp_path):
+    trainer = pushing()
+    trainer.add_callback(AfterStep(1, lambda: server.repos[REPO].update(private=False)))
     with told(RuntimeError, REPO, "checkpoint-2", "PUBLIC", "hub_private_repo=False"):
         trainer.train()
     assert len(server.repos[REPO]["commits"]) == 1
     server.repos[REPO].update(private=True)
-    trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
+    trainer = pushing()
     trainer.train(resume_from_checkpoint=trainer.to_resume())
-    assert trainer.state.global_step == 2
     trainer.push_to_hub()
-    run = tmp_path / "run"
-    assert server.repos[REPO]["files"][WEIGHTS] == (run / "checkpoint-2" / WEIGHTS).read_bytes()
+    assert published(server)[WEIGHTS] == (tmp_path / "run/checkpoint-2" / WEIGHTS).read_bytes()
 
 
-# --- whole or not at all ----------------------------------------------------------------------------------------------------------
+# --- whole or not at all ---
 
 
 @fault("R7.upload_interrupted", recovered=True)
-def test_an_upload_that_is_killed_leaves_nothing_and_is_continued(server, merged):  # noqa: F811
+def test_an_upload_that_is_killed_leaves_nothing_and_is_continued(server, merged):
     """SIGKILL while large files go up; the same command then sends only what has not arrived."""
-    command = [sys.executable, "-m", "qerl_trl.cli.main", "push", "merged", str(merged), REPO]
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": server.endpoint,
-        "HF_TOKEN": TOKEN,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = multiprocessing.get_context("fork").Process(target=call, args=("push", "merged", merged, REPO))
 
     def kill(request):
         if request.startswith("PUT /lfs/") and server.uploads:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
 
     server.at_request = kill
-    said = process.communicate(timeout=120)[0]
+    process.start()
+    process.join(60)
     server.at_request = None
-    assert process.returncode == -signal.SIGKILL, said
-    assert set(server.repos[REPO]["files"]) == {".gitattributes"}
+    assert process.exitcode == -signal.SIGKILL
     arrived = dict(server.uploads)
-    assert arrived
+    assert arrived and set(server.repos[REPO]["files"]) == {".gitattributes"}
     assert call("push", "merged", merged, REPO)[0] == 0
-    files = server.repos[REPO]["files"]
+    check_published_whole(server, merged)
     assert len(server.repos[REPO]["commits"]) == 1
-    assert {name: files[name] for name in files if name.endswith(".safetensors")} == {
-        path.name: path.read_bytes() for path in merged.glob("*.safetensors")
-    }
     assert all(server.uploads[oid] == times for oid, times in arrived.items())
 
 
-# --- no secret --------------------------------------------------------------------------------------------------------------------
+@fault("R7.upload_interrupted", recovered=True)
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [(401, "refused the token (401)"), (429, "answered 429"), ("closed", "connection to the Hub failed")],
+)
+def test_a_push_that_fails_is_told_at_once_and_raised_at_the_end(
+    server, pushing, tmp_path, caplog, monkeypatch, status, cause
+):
+    no_wait = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", no_wait)  # it and we try again, ever later
+    monkeypatch.setattr(hub, "time", no_wait)
+    trainer, run = pushing(), tmp_path / "run"
+    told_at_once = []
+
+    def end_of_the_hub():
+        if status == "closed":
+            server.close()
+            close_session()  # of connections that are still open
+        else:
+            server.fail = {r".*": status}
+
+    trainer.add_callback(AfterStep(1, end_of_the_hub))
+    trainer.add_callback(AfterStep(2, lambda: told_at_once.extend(caplog.messages)))
+    command = f"qerl-trl push adapter {run} {REPO} --base-model someone/base"
+    with told(RuntimeError, REPO, "checkpoint-2", cause, command):
+        trainer.train()
+    assert [text for text in told_at_once if text.startswith("checkpoint-2 was not pushed") and cause in text]
+    # everything is here, and what is on the Hub is whole
+    assert seal.problems(run) == seal.problems(run / "checkpoint-2") == []
+    assert published(server)[WEIGHTS] == (run / "checkpoint-1" / WEIGHTS).read_bytes()
+    if status != "closed":
+        server.fail = {}
+        assert call(*command.split()[1:])[0] == 0
+        assert published(server)[WEIGHTS] == (run / WEIGHTS).read_bytes()
+
+
+@fault("R7.local_base_pushed")
+def test_a_run_that_cannot_be_published_does_not_begin(server, pushing):
+    with told(ValueError, "only this machine has", "hub_base_model"):
+        pushing(hub_base_model=None)
+    server.fail = {r".*": 401}
+    with told(RuntimeError, "refused the token", "hf auth login"):
+        pushing()
+
+
+# --- nothing that was not to be published ---
+
+
+@fault("R7.token", recovered=True)
+def test_a_fully_trained_model_is_published_without_its_arguments(server, pushing, tmp_path, monkeypatch):
+    """transformers would upload the whole output folder: arguments, logs, whatever lies there."""
+    monkeypatch.setattr(Trainer, "push_to_hub", None)
+    trainer = pushing(base_format="full", push_to_hub=False, max_steps=1)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "notes.txt").write_text(TOKEN)
+    server.fail = {COMMIT: 500}
+    command = f"qerl-trl push model {tmp_path / 'run'} {REPO}"
+    with told(RuntimeError, "answered 500", command):
+        trainer.push_to_hub()
+    server.fail = {}
+    assert call(*command.split()[1:], "--dataset", "someone/data")[0] == 0
+    by_command = published(server).keys()
+    trainer.push_to_hub(dataset_name="someone/data")
+    files = published(server)
+    assert files.keys() == by_command >= {FILE, "config.json", "tokenizer.json", "README.md", seal.MANIFEST_NAME}
+    assert not {"training_args.bin", "trainer_state.json", "notes.txt", ".qerl_lock"} & set(files)
+    assert server.repos[REPO]["private"] is True
+    (tmp_path / "downloaded").mkdir()
+    for name, data in files.items():
+        (tmp_path / "downloaded" / name).write_bytes(data)
+    assert seal.problems(tmp_path / "downloaded") == []
+    card = server.text(REPO)["README.md"]
+    assert "someone/data" in card and "LoRA" not in card
+
+
+@fault("R7.token")
+def test_a_token_in_a_published_text_refuses_the_upload(server, pushing, tmp_path):
+    trainer = pushing(base_format="full", push_to_hub=False)
+    trainer.model.config.note = SECRET
+    with told(RuntimeError, "config.json contains the value of model_init_kwargs.token", "Remove it"):
+        trainer.push_to_hub()
+    assert json.loads((tmp_path / "run/config.json").read_text())["note"] == SECRET and server.requests == []
+
+
+@fault("R7.token", recovered=True)
+@pytest.mark.parametrize("how", ["a token", "the name of its key"])
+def test_a_secret_in_a_file_that_would_be_published(how, server, merged, tmp_path):
+    """Wherever it is in a long text, and whoever put it there."""
+    folder = shutil.copytree(merged, tmp_path / "leaky")
+    name = "tokenizer.json" if how == "a token" else "tokenizer_config.json"
+    text = (folder / name).read_text()
+    if how == "a token":
+        (folder / name).write_text(text + " " * (2 << 20) + f'{{"note": "{TOKEN}"}}')
+    else:
+        (folder / name).write_text(json.dumps({**json.loads(text), "headers": {"X-API-Key": "zz86-of-a-proxy"}}))
+    seal.seal(folder, seal.recorded_run(folder))
+    with told(hub.HubError, name, "token" if how == "a token" else "secret, by the name of 'X-API-Key'", "Remove it"):
+        hub.push_folder(folder, REPO)
+    assert server.requests == []
+    (folder / name).write_text(text)
+    seal.seal(folder, seal.recorded_run(folder))
+    hub.push_folder(folder, REPO)
+    check_published_whole(server, folder)
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    ("where", "repo", "options"),
+    [("The commit message", REPO, {"message": f"with {TOKEN}"}), ("Its revision", REPO, {"revision": TOKEN}),
+     ("The name of the repository", f"someone/{TOKEN}", {})],
+)  # fmt: skip
+def test_what_the_hub_gets_besides_files(where, repo, options, server, merged):
+    with told(hub.HubError, f"{where} contains", "nothing was uploaded", "Choose another"):
+        hub.push_folder(merged, repo, **options)
+    assert not server.repos
+
+
+def test_one_place_uploads():
+    uploads = {
+        "create_commit",
+        "create_repo",
+        "preupload_lfs_files",
+        "upload_file",
+        "upload_folder",
+        "upload_large_folder",
+    }
+    root, uploading = Path(qerl_trl.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        if uploads & {getattr(node, "attr", getattr(node, "id", None)) for node in nodes}:
+            uploading.add(path.relative_to(root).as_posix())
+    assert uploading == {"publish/hub.py"}
+
 
 #: where a token is placed -> its value there; without a known form, unless the place has one
 PLACES = {
@@ -131,116 +273,128 @@ PLACES = {
     "HF_TOKEN": "hf_AnotherTokenOfThisMachineOnly1",
     "SOME_PROXY": "http://someone:zz85-a-password-in-a-url@proxy:3128",
 }
-#: what of a value is the secret, where it is not all of it
-PARTS = {"SOME_PROXY": "zz85-a-password-in-a-url"}
 
 
-def everything(folder):
-    for path in folder.rglob("*"):
-        if path.is_file():
-            yield str(path), path.read_bytes()
+class Tracker(TrainerCallback):
+    """Writes what transformers' integrations read: arguments in each form, configurations, logs."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def _write(self, *said: object) -> None:
+        with open(self.file, "a") as file:
+            file.writelines(f"{each!r}\n" for each in said)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._write(args.to_dict(), args.to_sanitized_dict(), args.to_json_string(), args, str(args))
+        self._write(model.config.to_dict(), {name: config.to_dict() for name, config in model.peft_config.items()})
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self._write(logs, state.log_history)
 
 
 @fault("R7.token")
-def test_a_token_is_found_nowhere(
-    server,  # noqa: F811
-    tiny_model_dir,
-    tiny_tokenizer,
-    tmp_path,
-    monkeypatch,
-    caplog,
-    capsys,
-):
-    """In the arguments and in the environment; a run that saves, logs, pushes, and fails at the end."""
+def test_a_token_is_found_nowhere(server, pushing, tmp_path, monkeypatch, caplog, capsys):
+    """Given in arguments and in the environment; a run that saves, logs, tracks, pushes, and fails at the end."""
     caplog.set_level(logging.DEBUG)
     for name, value in PLACES.items():
         if name.isupper():
             monkeypatch.setenv(name, value)
-    trainer = pushing(
-        tiny_model_dir,
-        tiny_tokenizer,
-        tmp_path,
-        hub_strategy="checkpoint",
-        log_completions=True,
-    )
+    trainer = pushing(hub_strategy="checkpoint", log_completions=True)
     print(trainer.args, trainer.args.to_json_string())
     seal.write_json_atomically(tmp_path / "environment.json", dict(os.environ))  # what a reporting callback may keep
     logging.getLogger("run").warning("%s %r", trainer.args, trainer.args)
+    trainer.add_callback(Tracker(tmp_path / "tracked.txt"))
     # the Hub quotes the token in what it answers
-    trainer.add_callback(AfterStep(trainer, 1, lambda: setattr(server, "fail", {r"POST /api/.*": 418})))
-    try:
+    trainer.add_callback(AfterStep(1, lambda: setattr(server, "fail", {r"POST /api/.*": 418})))
+    with told(RuntimeError, "answered 418", "qerl-trl push") as failed:
         trainer.train()
-        raise AssertionError("the last push failed")
-    except RuntimeError as error:
-        assert "answered 418" in str(error)
-        told_in_full = "".join(traceback.format_exception(error))
     server.fail = {}
     trainer.push_to_hub(dataset_name="someone/data")
     trainer.save_merged(tmp_path / "merged")
-    out, err = capsys.readouterr()
-    found = [
-        ("stdout", out.encode()),
-        ("stderr", err.encode()),
-        ("log", caplog.text.encode()),
-        ("traceback", told_in_full.encode()),
+    found = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} | server.repos[REPO][
+        "files"
     ]
-    found += [*everything(tmp_path), *server.repos[REPO]["files"].items()]
-    found += [("a commit", body) for body in server.repos[REPO]["commits"]] + [
-        ("requests", "".join(server.requests).encode())
-    ]
-    names = {name for name, _ in found}
-    assert {"README.md", "last-checkpoint/optimizer.pt", str(tmp_path / "run/checkpoint-2/training_args.bin")} <= names
+    said = [*capsys.readouterr(), caplog.text, *traceback.format_exception(failed.value), *server.requests]
+    found["said"] = "\n".join(said).encode() + b"".join(server.repos[REPO]["commits"])
+    assert {"README.md", "last-checkpoint/optimizer.pt", str(tmp_path / "run/checkpoint-2/training_args.bin")} <= set(
+        found
+    )
+    assert b"learning_rate" in found[str(tmp_path / "tracked.txt")]
     for place, value in PLACES.items():
-        assert not [name for name, data in found if PARTS.get(place, value).encode() in data], place
+        secret = "zz85-a-password-in-a-url" if place == "SOME_PROXY" else value
+        assert not [name for name, data in found.items() if secret.encode() in data], place
 
 
-@fault("R7.token")
+# --- a run's folder that was edited ---
+
+
+def put(name: str, text: str):
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    return change
+
+
+def double_alpha(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
+
+
+#: what somebody does to a run's folder, and how it is named
+EDITS = {
+    "nan": (lambda folder: edit(folder / WEIGHTS, poison), "not as the run wrote it"),
+    "alpha": (double_alpha, "not as the run wrote it"),
+    "end tokens": (put("special_tokens_map.json", '{"eos_token": "7"}'), "special_tokens_map.json was added"),
+    "more tokens": (put("added_tokens.json", '{"EVIL": 3}'), "added_tokens.json was added"),
+    "template": (put("additional_chat_templates/tool.jinja", "EVIL"), "additional_chat_templates/tool.jinja was added"),
+    "pickle": (put("adapter_model.bin", "a pickle"), "adapter_model.bin was added"),
+}
+READERS = {
+    "merge": lambda folder, out: make.merge(folder, out),
+    "push": lambda folder, out: make.push("adapter", folder, REPO, base_model="someone/base"),
+    "eval": lambda folder, out: evaluate.evaluate(str(folder), data="none.jsonl", output=out),
+    "eval with vLLM": lambda folder, out: evaluate.evaluate(str(folder), data="none.jsonl", engine="vllm", output=out),
+}
+
+
+@fault("R7.folder_edited")
 @pytest.mark.parametrize(
-    "argument",
-    [
-        {"vllm_mode": "server", "use_vllm": True, "vllm_server_base_url": "http://someone:zz84-password@host:8000"},
-        {"run_name": TOKEN},
-        {"output_dir": f"runs/{TOKEN}"},
-        {"hub_model_id": f"someone/{TOKEN}"},
-        {"report_to": [f"https://{TOKEN}@tracker"]},
-        {"vllm_engine_kwargs": {"download_dir": f"/x/{TOKEN}"}},
-    ],
-    ids=lambda argument: next(reversed(argument)),
+    ("edited", "read"),
+    [*((name, "merge") for name in EDITS), ("alpha", "push"), ("nan", "eval"), ("template", "eval with vLLM")],
 )
-def test_a_token_where_it_would_be_seen_is_refused_by_the_arguments_name(tmp_path, argument):
-    where = next(reversed(argument))
-    with pytest.raises(ValueError) as error:
-        settings(tmp_path, **argument)
-    for word in (where, "HF_TOKEN"):
-        assert word in str(error.value)
-    shown = "".join(traceback.format_exception(error.value))
-    assert TOKEN not in shown.replace(__file__, "") and "zz84-password" not in shown
+def test_an_edited_run_folder_is_not_read(edited, read, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    change, said = EDITS[edited]
+    change(folder)
+    with told(ValueError, str(folder), said, "checkpoint-<step>"):
+        READERS[read](folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
-@fault("R7.token", recovered=True)
-def test_no_token(server, merged, monkeypatch):  # noqa: F811
-    before = contents(merged)
-    with monkeypatch.context() as nobody:
-        nobody.setattr(hub, "get_token", lambda: None)
-        code, _, said = call("push", "merged", merged, REPO)
-    assert code == 1 and "no Hub token" in said and "hf auth login" in said
-    assert server.repos == {} and contents(merged) == before
-    assert call("push", "merged", merged, REPO)[0] == 0
-    assert published_whole(server, merged)
+@fault("R7.folder_edited", recovered=True)
+def test_an_export_with_a_damaged_manifest_is_named_and_made_again(dense, tmp_path):
+    out = tmp_path / "out"
+    quantize_folder(dense, out)
+    (out / seal.MANIFEST_NAME).write_text("[]")
+    with told(ValueError, str(out), "unreadable", "export it"):
+        hub.push_folder(out, REPO)
+    with told(ValueError, str(out), "already exists", "overwrite"):
+        quantize_folder(dense, out)
+    quantize_folder(dense, out, overwrite=True)
+    assert not seal.problems(out)
 
 
-@fault("R7.token", recovered=True)
-def test_a_token_in_a_file_that_would_be_published(server, merged, tmp_path):  # noqa: F811
-    """Wherever it is in a long text, and whoever put it there."""
-    leaky = tmp_path / "leaky"
-    shutil.copytree(merged, leaky)
-    text = (leaky / "tokenizer.json").read_text()
-    (leaky / "tokenizer.json").write_text(text + " " * (2 << 20) + f'{{"note": "{TOKEN}"}}')
-    seal.seal(leaky, seal.recorded_run(leaky))
-    with told(hub.HubError, "tokenizer.json", "token", "Remove it"):
-        hub.push_folder(leaky, REPO)
-    assert server.requests == []
-    (leaky / "tokenizer.json").write_text(text)
-    seal.seal(leaky, seal.recorded_run(leaky))
-    hub.push_folder(leaky, REPO)
-    assert published_whole(server, leaky) and server.text(REPO)["tokenizer.json"] == text
+@fault("R7.folder_edited")
+@pytest.mark.parametrize("command", ["merge", "quantize"])
+def test_what_is_read_is_not_replaced_by_what_is_made_of_it(command, finished, tiny_model_dir, tmp_path):
+    """--overwrite would remove the run with its checkpoints, or the only unquantized weights."""
+    original = finished if command == "merge" else tiny_model_dir("qwen2")
+    source = shutil.copytree(original, tmp_path / "folder/source")
+    (tmp_path / "link").symlink_to(source)
+    before = contents(tmp_path / "folder")
+    for destination in (source, tmp_path / "link", tmp_path / "folder"):
+        code, _, err = call(command, source, destination, "--overwrite")
+        assert code == 2 and str(source) in err and "would be removed" in err and "Name another folder" in err
+    assert contents(tmp_path / "folder") == before

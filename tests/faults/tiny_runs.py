@@ -1,18 +1,27 @@
-"""Tiny trainings for the faults of a run: started as the example starts them, interrupted, started again."""
+"""Tiny runs and policies, and what the faults do to them: interrupted, started again, edited on disk, published."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import TrainerCallback
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+from typer.testing import CliRunner
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.cli import main as cli
+from qerl_trl.model.lora import prepare_trainable, register_nvfp4_lora
 
 PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 WEIGHTS = "adapter_model.safetensors"
+FILE = "model.safetensors"
+REPO = "tester/model"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k.py"
 
 
 def spread_reward(completions, **kwargs):
@@ -45,9 +54,66 @@ class AfterTheFirstStep(TrainerCallback):
             raise Interrupted
 
 
+def logged(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     """What lies in a folder, but for the mark of the process that trains there."""
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".qerl_lock"}
+
+
+def edit(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Load the tensors of a file, `change` them, save what it returns, or what it changed in place."""
+    stored = load_file(file)
+    save_file(change(stored) or stored, file, metadata={"format": "pt"})
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 4
+    file.write_bytes(content)
+
+
+def poison(tensors: dict[str, torch.Tensor], name: str = "") -> None:
+    """NaN in the first tensor that has `name` in its own."""
+    next(tensor for key, tensor in tensors.items() if name in key).view(-1)[0] = float("nan")
+
+
+def in_hub_cache(cache: Path, name: str, commit: str, folder: Path) -> Path:
+    """What downloading `name` leaves in the Hub's cache, with `commit` as the newest; the snapshot's folder."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs/main").write_text(commit)
+    return snapshot
+
+
+def call(*words: object) -> tuple[int, str, str]:
+    """A command in this process, with the error handling of `main`: exit code, stdout, stderr."""
+    outcome = CliRunner().invoke(cli.app, [str(word) for word in words])
+    error = outcome.exception
+    if error is None or isinstance(error, SystemExit):
+        return outcome.exit_code, outcome.stdout, outcome.stderr
+    code = cli.exit_code(error)
+    if code is None:
+        raise error
+    return code, outcome.stdout, outcome.stderr + str(error)
+
+
+@torch.no_grad()
+def tiny_policy(folder: Path, dtype: str = "float32", size: float = 0.05) -> Any:
+    """An NVFP4 base of `folder` with a LoRA on all linear layers whose B is not zero."""
+    config = NVFP4Config(compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), quantization_config=config)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    policy = get_peft_model(model, register_nvfp4_lora(lora))
+    prepare_trainable(policy)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.add_(torch.randn(parameter.shape) * size)
+    return policy.eval()
 
 
 class TinyRuns:
@@ -57,35 +123,32 @@ class TinyRuns:
         self.model, self.tokenizer = str(model), tokenizer
 
     def trainer(
-        self, folder: Path, reward=spread_reward, dataset=PROMPTS, rollout_func=None, **options: Any
+        self,
+        folder: Path,
+        reward=spread_reward,
+        dataset=PROMPTS,
+        model=None,
+        peft_config=LORA,
+        given=None,
+        **options: Any,
     ) -> QeRLGRPOTrainer:
+        """`given`: further arguments of the trainer."""
         defaults: dict[str, Any] = {
-            "output_dir": str(folder),
-            "use_cpu": True,
-            "bf16": False,
-            "per_device_train_batch_size": 4,
+            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
             "num_generations": 4,
-            "max_completion_length": 4,
-            "max_steps": 2,
-            "save_strategy": "steps",
-            "save_steps": 1,
+            "max_completion_length": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 1,
             "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "report_to": "none",
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
-            "aqn_num_stages": 2,
-            "model_init_kwargs": {"dtype": "float32"},
-        }
-        lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+            "logging_steps": 1, "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True,
+            "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
+        }  # fmt: skip
         return QeRLGRPOTrainer(
-            self.model,
+            model or self.model,
             reward,
             QeRLConfig(**{**defaults, **options}),
             dataset,
             processing_class=self.tokenizer,
-            peft_config=None if options.get("base_format") == "full" else lora,
-            rollout_func=rollout_func,
+            peft_config=None if options.get("base_format") == "full" else peft_config,
+            **given or {},
         )
 
     def command(self, folder: Path, **options: Any) -> QeRLGRPOTrainer:
@@ -94,11 +157,3 @@ class TinyRuns:
         trainer.train(resume_from_checkpoint=trainer.to_resume())
         trainer.save_model()
         return trainer
-
-
-@pytest.fixture(scope="module")
-def tiny_runs(tiny_model_dir, tiny_tokenizer):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # bit-identical across processes, and safe in a forked one
-    yield TinyRuns(tiny_model_dir("qwen2"), tiny_tokenizer)
-    torch.set_num_threads(threads)

@@ -1,11 +1,14 @@
-"""The merged policy as GGUF: converted with llama.cpp's own tool, and every tensor of the file compared with the merged model's.
+"""The merged policy as GGUF: converted with llama.cpp's own tool, and every tensor of the file compared with the
+merged model's.
 
     pip install gguf sentencepiece
     git clone https://github.com/ggml-org/llama.cpp
     python -m tests.peers.gguf llama.cpp/convert_hf_to_gguf.py       # writes docs/gguf.json
 
-The tool is run where it lies; nothing of it is part of this repository. The policy is a tiny Qwen 2 with an adapter whose B is not zero, its
-vocabulary a SentencePiece model that is trained here on a few words: the tool knows byte-level vocabularies by their fingerprint only.
+The tool is run where it lies; nothing of it is part of this repository. The policy is a tiny Qwen 2 with an adapter
+whose B is not zero, its
+vocabulary a SentencePiece model that is trained here on a few words: the tool knows byte-level vocabularies by their
+fingerprint only.
 """
 
 import argparse

@@ -3,8 +3,10 @@
     git clone --branch v1.16.0 https://github.com/huggingface/trl
     python -m tests.peers.notebooks trl              # writes docs/notebooks.json; 1 if one does not run
 
-The code is read from the clone where it lies: none is part of this repository. A notebook runs from its first cell to the one that saves the
-model, with `diff` applied, and then what no machine without a GPU, a login and a network has is taken out (`SMALLER`, `skipped`). Models and data
+The code is read from the clone where it lies: none is part of this repository. A notebook runs from its first cell to
+the one that saves the
+model, with `diff` applied, and then what no machine without a GPU, a login and a network has is taken out (`SMALLER`,
+`skipped`). Models and data
 are local stand-ins under the names that the notebook says.
 """
 
@@ -37,7 +39,8 @@ THREE_LINES = (
 
 @dataclass(frozen=True)
 class Notebook:
-    """`diff`: beyond `THREE_LINES`. `models`: what it loads -> a stand-in of `stand_ins.MODELS`. `after`: its adapter is in this folder."""
+    """`diff`: beyond `THREE_LINES`. `models`: what it loads -> a stand-in of `stand_ins.MODELS`. `after`: its adapter
+    is in this folder."""
 
     models: dict[str, str]
     after: str

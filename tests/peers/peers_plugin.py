@@ -1,7 +1,9 @@
-"""Loaded into pytest beside TRL's own tests (`-p peers_plugin`): puts our trainer and configuration in the place of TRL's, and writes down
-what each test gave. Started by run.py; imports nothing of our tests, because TRL's package of tests is called `tests` too.
+"""Loaded into pytest beside TRL's own tests (`-p peers_plugin`): puts our trainer and configuration in the place of
+TRL's, and writes down
+what each test gave. Started by run.py; imports nothing of our tests, because TRL's package of tests is called `tests`
+too.
 
-    QERL_PEERS_ARM      stock (TRL's own), full, nvfp4, noisy (nvfp4 with noise)
+    QERL_PEERS_ARM      stock (TRL's own), full, nvfp4
     QERL_PEERS_RESULT   JSON lines to write: test, outcome, message
 """
 
@@ -25,7 +27,8 @@ assert not Path(trl.__file__).is_relative_to(Path.cwd()), f"{trl.__file__} is th
 
 _ARM = os.environ["QERL_PEERS_ARM"]
 _RESULT = Path(os.environ["QERL_PEERS_RESULT"])
-#: the latest trainer of the test with what it was about to train, and whether a frozen weight was left out of what the test asks
+#: the latest trainer of the test with what it was about to train, and whether a frozen weight was left out of what the
+#: test asks
 _latest: dict = {}
 
 _PROMPTS = {"train": ["What is red?", "What comes after one?", "Say north."], "test": ["What is blue?", "Say south."]}
@@ -77,7 +80,7 @@ def _in_place_of(trainer: type, config: type) -> tuple[type, type]:
     @dataclass(repr=False)
     class Config(config):
         base_format: str = chosen
-        aqn: bool = _ARM == "noisy"
+        aqn: bool = False
         num_train_epochs: float = _EPOCHS
         # as the error of a mixture of experts advises; a model without experts is the same
         modules_to_not_convert: list[str] | None = field(

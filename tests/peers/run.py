@@ -1,10 +1,13 @@
-"""TRL's own tests of GRPO and RLOO, with our trainers in the place of TRL's, beside the same tests of the installed TRL itself.
+"""TRL's own tests of GRPO and RLOO, with our trainers in the place of TRL's, beside the same tests of the installed
+TRL itself.
 
     git clone --branch v1.16.0 https://github.com/huggingface/trl
-    python -m tests.peers.run trl                      # writes docs/peers.json; 1 if a difference is not in the list below
+    python -m tests.peers.run trl                      # writes docs/peers.json; 1 if a difference is not in the list
+    below
     python -m tests.peers.run trl -k "reward" --arms stock full --no-write
 
-No model and no data come from the Hub (stand_ins.py), runs are one epoch of three prompts, and TRL's files are run where they lie: none is
+No model and no data come from the Hub (stand_ins.py), runs are one epoch of three prompts, and TRL's files are run
+where they lie: none is
 part of this repository. Arms:
 
     stock   TRL's trainers
@@ -28,7 +31,8 @@ ROOT = HERE.parents[1]
 RESULT = ROOT / "docs" / "peers.json"
 ARMS = ("stock", "full", "nvfp4")
 FILES = ("tests/test_grpo_trainer.py", "tests/test_rloo_trainer.py")
-#: in place of "passed" where TRL's test wants every weight changed: of ours it is asked of those that are trained (peers_plugin.py)
+#: in place of "passed" where TRL's test wants every weight changed: of ours it is asked of those that are trained
+#: (peers_plugin.py)
 ASKED_OF_THE_ADAPTER = "passed, asked of the adapter"
 
 #: why a test may give another result than in stock: (arms, what its message has to match, in words)
@@ -56,7 +60,8 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("nvfp4",),
         r"cast_lm_head_to_fp32=True with an adapter",
-        "a head in float32 that is tied to the embeddings: refused with an adapter, where TRL ends with an AttributeError",
+        "a head in float32 that is tied to the embeddings: refused with an adapter, where TRL ends with an "
+        "AttributeError",
     ),
 )
 #: the other way round
@@ -71,7 +76,8 @@ def explain(arm: str, message: str) -> str | None:
 
 
 def compare(rows: dict[str, dict[str, dict]]) -> dict[str, dict]:
-    """{test: {arm: {"outcome", "message"}}} -> {test: {arm: outcome, "why": {arm: in words, or None where the list has nothing}}}"""
+    """{test: {arm: {"outcome", "message"}}} -> {test: {arm: outcome, "why": {arm: in words, or None where the list has
+    nothing}}}"""
     found = {}
     for test, by_arm in rows.items():
         stock = by_arm["stock"]["outcome"]
@@ -108,19 +114,7 @@ def run_arm(arm: str, checkout: Path, home: Path, folder: Path, options: list[st
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
     # -P: the trl of the checkout must not come before the installed one
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "peers_plugin",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=",
-    ]
+    command = [sys.executable, "-P", *"-m pytest -q -p peers_plugin -p no:cacheprovider -o addopts=".split()]
     command += ["--rootdir", ".", "--timeout", "600", "--tb", "no", *FILES, *options]
     subprocess.run(command, cwd=checkout, env=environment, check=False)
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []

@@ -1,7 +1,10 @@
-"""Local stand-ins for the tiny models and data sets that TRL's tests name, in a Hub cache of their own: no name is redirected.
+"""Local stand-ins for the tiny models and data sets that TRL's tests name, in a Hub cache of their own: no name is
+redirected.
 
-Sizes differ from TRL's where NVFP4 needs it (its models are 8 wide, a block is 16), and the vocabulary is small. Some of TRL's tests write out
-what is generated as ids of Qwen's vocabulary (tool calls, mostly): `small_id` gives the id that means the same text here.
+Sizes differ from TRL's where NVFP4 needs it (its models are 8 wide, a block is 16), and the vocabulary is small. Some
+of TRL's tests write out
+what is generated as ids of Qwen's vocabulary (tool calls, mostly): `small_id` gives the id that means the same text
+here.
 """
 
 import json
@@ -33,9 +36,12 @@ _MARKERS = {
 _FIRST_SPECIAL = 151643 - _QWENS
 #: text of the ids in the tool calls of TRL's tests; single characters have GPT-2's ids
 _PIECES = {
-    330: ' "', 411: "out", 450: "dec", 497: '",', 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t", 1318: "text", 1414: " know",
-    1513: " don", 2765: " won", 4913: '{"', 5212: ' {"', 5392: " tool", 6023: "hi", 7692: "async", 9520: "step", 11248: "}}\n",
-    13477: "rement", 16252: " increment", 16370: "arguments", 17453: "Done", 22785: "ly_tool", 35744: "increment", 64648: "multip",
+    330: ' "', 411: "out", 450: "dec", 497: '",', 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t", 1318:
+    "text", 1414: " know",
+    1513: " don", 2765: " won", 4913: '{"', 5212: ' {"', 5392: " tool", 6023: "hi", 7692: "async", 9520: "step",
+    11248: "}}\n",
+    13477: "rement", 16252: " increment", 16370: "arguments", 17453: "Done", 22785: "ly_tool", 35744: "increment",
+    64648: "multip",
     93054: "_multip", 95642: '"}}\n',
 }  # fmt: skip
 _SIZES = {

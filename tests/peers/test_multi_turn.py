@@ -1,18 +1,19 @@
-"""Tools, environments and rollout functions of TRL with noise on: what TRL's own tests do with a generation that is made up, here under
+"""Tools, environments and rollout functions of TRL with noise on: what TRL's own tests do with a generation that is
+made up, here under
 the noise of a real one.
 """
 
 import functools
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from tests.faults.tiny_runs import logged, spread_reward
 from tests.peers.stand_ins import write_model
-from tests.test_trainer import LORA, adapter_of, logged, spread_reward
 
 pytest.importorskip("jmespath")
 
@@ -31,28 +32,23 @@ def make(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
     def build(reward=spread_of_texts, data=PROMPTS, rows=2, options=None, **kwargs):
-        args = QeRLConfig(
-            str(tmp_path / "run"),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=rows,
-            num_generations=2,
-            max_completion_length=400,
-            max_steps=2,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            aqn_num_stages=2,
-            shuffle_dataset=False,
-            model_init_kwargs={"dtype": "float32"},
-            **(options or {}),
-        )
-        return QeRLGRPOTrainer(model_folder, reward, args, data, peft_config=LORA, **kwargs)
+        args = QeRLConfig(**{
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": rows,
+            "num_generations": 2,
+            "max_completion_length": 400, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2,
+            "shuffle_dataset": False,
+            "model_init_kwargs": {"dtype": "float32"}, **(options or {}),
+        })  # fmt: skip
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        return QeRLGRPOTrainer(model_folder, reward, args, data, peft_config=lora, **kwargs)
 
     return build
+
+
+def adapter_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
 
 
 def spread_of_texts(completions, **kwargs):
@@ -64,7 +60,8 @@ def call(name: str, arguments: str) -> str:
 
 
 class Scripted:
-    """In the place of `generate`: the model generates, under the noise of this moment, and says what is in the script."""
+    """In the place of `generate`: the model generates, under the noise of this moment, and says what is in the
+    script."""
 
     def __init__(self, trainer, *turns: list[str]):
         self.trainer, self.turns, self.draws = trainer, turns, []
@@ -119,17 +116,10 @@ def multiply(a: int, b: int) -> int:
 
 
 async def multiply_later(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        Their product.
-    """
     return a * b
+
+
+multiply_later.__doc__ = multiply.__doc__
 
 
 @pytest.mark.parametrize("tool", [multiply, multiply_later])
@@ -169,41 +159,12 @@ class Counter:
         return float(self.count)
 
 
-class Echo:
-    def reset(self, **kwargs):
-        self.said = ""
-
-    def shout(self, text: str) -> str:
-        """
-        Says it louder.
-
-        Args:
-            text: what to say.
-
-        Returns:
-            The text in capitals.
-        """
-        self.said = text.upper()
-        return self.said
-
-    def get_reward(self) -> float:
-        return float(len(self.said))
-
-
 def test_an_environment_of_several_turns_that_rewards_itself(make):
     trainer = make(None, environment_factory=Counter)
     step = call("increment", '{"step": 2}')
     run(trainer, [step, "No."], [step], [step], ["Done."])
     assert logged(trainer, "rewards/Counter/mean") == [3.0, 3.0]  # 6 and 0
     assert logged(trainer, "tools/call_frequency") == [1.5, 1.5]
-
-
-def test_mixed_environments(make):
-    """TRL gives a reward function of an environment the rows that are its own; at 843f908 that was refused."""
-    data = Dataset.from_dict({"environment": ["counter", "echo"] * 2, "prompt": PROMPTS["prompt"]})
-    trainer = make(None, data, rows=4, environment_factory={"counter": Counter, "echo": Echo})
-    first = [call("increment", '{"step": 1}'), "No.", call("shout", '{"text": "hello"}'), "No."]
-    run(trainer, first, ["Done."] * 2)
 
 
 def from_the_model(prompts, trainer):
@@ -237,7 +198,6 @@ def test_a_rollout_function_that_samples_from_the_model_meets_the_noise(make):
 
 
 def test_a_rollout_function_that_asks_elsewhere_ends_the_run_before_its_first_update(make):
-    """At 843f908 it went on until noise was due: a tenth of the run."""
     trainer = make(rollout_func=from_elsewhere)
     before = adapter_of(trainer)
     with pytest.raises(
@@ -248,21 +208,7 @@ def test_a_rollout_function_that_asks_elsewhere_ends_the_run_before_its_first_up
     assert all(torch.equal(value, before[name]) for name, value in adapter_of(trainer).items())
 
 
-@pytest.mark.parametrize(
-    "options", [{"aqn": False}, {"aqn_sigma_start": 0.0, "aqn_sigma_end": 0.0}], ids=["off", "sigma 0"]
-)
-def test_without_noise_completions_may_come_from_anywhere(make, options):
-    trainer = make(rollout_func=from_elsewhere, options=options)
+def test_without_noise_completions_may_come_from_anywhere(make):
+    trainer = make(rollout_func=from_elsewhere, options={"aqn": False})
     trainer.train()
     assert trainer.state.global_step == 2
-
-
-def test_a_rollout_function_that_leaves_out_a_key_gets_trls_own_error():
-    """On a trainer of which there is no more than TRL's own test builds: nothing of the model is asked before the function."""
-    trainer = object.__new__(QeRLGRPOTrainer)
-    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
-    trainer.model, trainer.state = SimpleNamespace(training=True), SimpleNamespace(global_step=0)
-    trainer.use_vllm = False
-    trainer.rollout_func = lambda prompts, trainer: {"prompt_ids": [[1]], "completion_ids": [[2]]}
-    with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\]"):
-        trainer._generate(["prompt"])

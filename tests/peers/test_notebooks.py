@@ -1,4 +1,5 @@
-"""What the page says of TRL's notebooks is of this list; where a clone of TRL is at hand (`QERL_TRL_CHECKOUT`), one of them is executed."""
+"""What the page says of TRL's notebooks is of this list; where a clone of TRL is at hand (`QERL_TRL_CHECKOUT`), one of
+them is executed."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The numbers that trainer and server compare, without an engine; test_engine.py compares real ones."""
+"""The numbers that trainer and server compare, without an engine; tests/e2e/engine/test_weights.py compares real
+ones."""
 
 import pytest
 import torch
@@ -6,33 +7,8 @@ from peft import LoraConfig, get_peft_model
 
 from qerl_trl.rollout.server import differences, trainer_summaries
 from qerl_trl.rollout.spec import EngineSpec
-from qerl_trl.rollout.weights import WeightSummary, checksum, summary
+from qerl_trl.rollout.weights import WeightSummary, summary
 from tests.tiny_models import make_tiny_model
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_checksums_of_shards_add_up(dtype):
-    torch.manual_seed(0)
-    tensor = torch.randint(0, 200, (64, 32)).to(dtype) / (1 if dtype == torch.uint8 else 7)
-    tensor = tensor.to(dtype)
-    whole = checksum(tensor)
-    assert len(whole) == tensor.element_size()
-    rows = [checksum(tensor[i : i + 16]) for i in range(0, 64, 16)]
-    columns = [checksum(tensor[:, i : i + 8]) for i in range(0, 32, 8)]
-    assert whole == [sum(parts) for parts in zip(*rows, strict=True)]
-    assert whole == [sum(parts) for parts in zip(*columns, strict=True)]
-    padded = torch.cat([tensor, torch.zeros_like(tensor)])
-    assert checksum(padded) == whole
-    tensor[3, 3] += 1
-    assert checksum(tensor) != whole
-
-
-def test_checksum_counts_in_parts(monkeypatch):
-    tensor = torch.arange(250, dtype=torch.uint8)
-    expected = [int((tensor.long() ** 2).sum())]
-    assert checksum(tensor) == expected
-    monkeypatch.setattr("qerl_trl.rollout.weights._CHUNK", 7)
-    assert checksum(tensor) == expected
 
 
 def policy(**lora):

@@ -1,4 +1,5 @@
-"""The probe against engines that are the trainer's own model in bf16, computed in another order, with one fault each."""
+"""The probe against engines that are the trainer's own model in bf16, computed in another order, with one fault
+each."""
 
 import contextlib
 import copy
@@ -15,52 +16,22 @@ from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.linear import NVFP4Linear, compute_dtype
 from qerl_trl.rollout import probe as probing
-from qerl_trl.rollout.engine import AdapterTensors, Engine
+from qerl_trl.rollout.engine import AdapterTensors
 from qerl_trl.rollout.probe import other_arithmetic
 from qerl_trl.rollout.spec import rollout_layers
-from tests.faults.stand_in import greedy
+from tests.faults.stand_in import StandIn
 from tests.tiny_models import make_tiny_model
 
 
-class FakeEngine(Engine):
-    """Greedy generation by a copy of the trainer's model: norms in float32, the adapter rounded to bf16, with a cache."""
+class Faulty(StandIn):
+    """The stand-in; `fault` changes the adapter that it is given."""
 
-    def __init__(self, policy, fault=None, base_fault=None):
-        self.policy = copy.deepcopy(policy).eval()
+    def __init__(self, policy, fault=dict, base_fault=None):
         self.fault = fault
-        for name, module in self.policy.named_modules():
-            if "norm" in name and getattr(module, "weight", None) is not None and module.weight.ndim == 1:
-                module.float()
-                module.register_forward_hook(lambda module, args, output: output.to(args[0].dtype))
-        if base_fault is not None:
-            base_fault(self.policy.get_base_model())
+        super().__init__(policy, base_fault)
 
     def put_adapter(self, adapter, norms):
-        adapter = dict(adapter)
-        if self.fault is not None:
-            adapter = self.fault(adapter)
-        for name, layer in rollout_layers(self.policy).items():
-            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-            if name not in adapter:
-                b.zero_()
-                continue
-            tensors = adapter[name]
-            a.copy_(tensors.a.bfloat16())
-            b.copy_((tensors.b * tensors.scaling).bfloat16() / layer.scaling["default"])
-
-    def generate(self, prompts, sampling):
-        return greedy(self.policy, prompts, sampling.max_tokens)
-
-    def contents(self): ...
-
-    def set_noise(self, norms, draw): ...
-
-    def reset_prefix_cache(self): ...
-
-    def trl_attributes(self):
-        return {}
-
-    def close(self): ...
+        super().put_adapter(self.fault(dict(adapter)), norms)
 
 
 def quantized(dense: nn.Module, scale_rule: str = "rtn") -> nn.Module:
@@ -88,10 +59,14 @@ def with_adapter(model: nn.Module):
 SHAPES = {"4 sharp layers": (4, 0.2), "5 layers": (5, 0.05)}
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def dense(request):
-    layers, spread = SHAPES[request.param]
+def of_shape(name: str) -> nn.Module:
+    layers, spread = SHAPES[name]
     return make_tiny_model("qwen2", num_hidden_layers=layers, initializer_range=spread)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return of_shape("4 sharp layers")
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +78,11 @@ def prompts() -> list[list[int]]:
     return probing.prompts_of([], 128, 64)
 
 
-def asked(engine: FakeEngine, model, dtype=None) -> probing.Probe:
+def asked(engine: Faulty, model, dtype=None) -> probing.Probe:
     return probing.Probe(engine, model, prompts(), torch.device("cpu"), dtype or compute_dtype(model))
 
 
-def run(engine: FakeEngine, policy) -> probing.ProbeResult:
+def run(engine: Faulty, policy) -> probing.ProbeResult:
     def sync():
         engine.put_adapter(
             {
@@ -122,9 +97,11 @@ def run(engine: FakeEngine, policy) -> probing.ProbeResult:
     return asked(engine, policy).adapter(sync)[0]
 
 
-def test_a_right_engine_passes_with_a_margin(policy):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_right_engine_passes_with_a_margin(shape):
+    policy = with_adapter(quantized(of_shape(shape)))
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
-    engine = FakeEngine(policy)
+    engine = Faulty(policy)
     result = run(engine, policy)
     assert result.fault is None and not result.undecided
     assert result.base_difference < 0.5 * (probing.CLEAN * result.rounding + probing.FLOOR[torch.bfloat16])
@@ -136,7 +113,7 @@ def test_a_right_engine_passes_with_a_margin(policy):
 
 def test_a_right_engine_of_a_dense_base_passes(dense):
     policy = with_adapter(copy.deepcopy(dense))
-    result = run(FakeEngine(policy), policy)
+    result = run(Faulty(policy), policy)
     assert result.fault is None and not result.undecided
 
 
@@ -147,7 +124,7 @@ def test_without_an_adapter_the_weights_are_compared(dense):
     def check(engine):
         return asked(engine, model, torch.bfloat16).adapter(lambda: None)
 
-    engine = FakeEngine(dense)
+    engine = Faulty(dense)
     result, clean = check(engine)
     assert clean is not None and (clean.difference, clean.rounding) == (result.base_difference, result.rounding)
     assert result.fault is None and result.effect is None and not result.undecided
@@ -170,13 +147,14 @@ def test_without_an_adapter_the_weights_are_compared(dense):
     ],
 )
 def test_a_wrong_adapter_is_found(policy, fault):
-    result = run(FakeEngine(policy, fault), policy)
+    result = run(Faulty(policy, fault), policy)
     assert "the adapter acts otherwise" in result.fault and len(result.fault) < 120
 
 
 @pytest.mark.parametrize(
     "other",
-    [pytest.param(lambda dense: dense, id="unquantized"), pytest.param(lambda dense: quantized(dense, "four_over_six"), id="another scale rule")],
+    [pytest.param(lambda dense: dense, id="unquantized"), pytest.param(lambda dense: quantized(dense, "four_over_six"),
+    id="another scale rule")],
 )  # fmt: skip
 def test_other_weights_are_found_without_an_adapter(dense, policy, other):
     def put_in(base):
@@ -186,13 +164,13 @@ def test_other_weights_are_found_without_an_adapter(dense, policy, other):
                 parent = base.get_submodule(name.rpartition(".")[0])
                 parent.base_layer = copy.deepcopy(layers[name.removesuffix(".base_layer")])
 
-    assert "other weights or norms" in run(FakeEngine(policy, base_fault=put_in), policy).fault
+    assert "other weights or norms" in run(Faulty(policy, base_fault=put_in), policy).fault
 
 
 def test_a_model_that_nothing_moves_is_undecided_and_no_fault(dense):
     policy = with_adapter(copy.deepcopy(dense))
     policy.get_base_model().model.norm.weight.data.zero_()  # every logit is 0
-    result = run(FakeEngine(policy), policy)
+    result = run(Faulty(policy), policy)
     assert result.undecided and result.fault is None and "undecided" in str(result)
 
 
@@ -231,8 +209,8 @@ def test_the_other_arithmetic_is_float32_of_the_same_model(dense, packed, dtype,
 
 
 def run_noise(policy, fault=None) -> probing.ProbeResult:
-    """Noise on the norms of a `FakeEngine`, after `fault` has changed {name: noise}; the probe."""
-    engine, norms = FakeEngine(policy), find_noisy_norms(policy)
+    """Noise on the norms of a `Faulty`, after `fault` has changed {name: noise}; the probe."""
+    engine, norms = Faulty(policy), find_noisy_norms(policy)
     run_adapter = {name: layer.lora_B["default"].weight.clone() for name, layer in rollout_layers(policy).items()}
     noise, theirs = NormNoise(norms), find_noisy_norms(engine.policy)
     clean = {name: norm.weight.clone() for name, norm in theirs.items()}
@@ -279,35 +257,3 @@ def test_noise_that_acts_in_the_engine_passes_with_a_margin(policy):
 )
 def test_noise_that_acts_otherwise_is_found(policy, fault):
     assert "the noise acts otherwise" in run_noise(policy, fault).fault
-
-
-def test_the_model_is_put_into_evaluation_mode_once_for_all_forwards(policy, monkeypatch):
-    """A walk through 7B's 2000 modules takes as long as half of such a forward on the GPU."""
-    changes = []
-    train = type(policy).train
-
-    def changed(self, mode=True):
-        changes.append(mode)
-        return train(self, mode)
-
-    monkeypatch.setattr(type(policy), "train", changed)
-    engine = FakeEngine(policy)
-    changes.clear()
-    run(engine, policy)
-    assert changes == [False]
-    layers = [layer for layer in policy.modules() if isinstance(layer, NVFP4Linear)]
-    assert policy.training and {layer.implementation for layer in layers} == {"auto"}
-
-
-def test_an_engine_that_answers_fewer_prompts_is_not_compared(policy):
-    """Completions have to go with their prompts."""
-    engine = FakeEngine(policy)
-    generate = engine.generate
-    engine.generate = lambda prompts, sampling: generate(prompts, sampling)[: len(prompts) // 2]
-    with pytest.raises(ValueError, match="shorter"):
-        run(engine, policy)
-
-
-def test_what_is_generated_reaches_a_second_block_of_the_cache():
-    """vLLM's blocks have 16 tokens; the last token generated is never computed with."""
-    assert min(map(len, prompts())) + probing._NEW_TOKENS - 1 > 16

@@ -1,4 +1,5 @@
-"""The table of the probe's separation, judged anew by the rules that ship, from the records of real engines on a GPU."""
+"""The table of the probe's separation, judged anew by the rules that ship, from the records of real engines on a
+GPU."""
 
 import json
 import sys

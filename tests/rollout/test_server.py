@@ -1,10 +1,11 @@
-"""Completions that two processes of a trainer get through the main process's connection, and how updates reach a server; test_engine.py has a
-real server."""
+"""Completions that two processes of a trainer get through the main process's connection, and how updates reach a
+server.
+
+A real server: tests/e2e/engine/test_server.py.
+"""
 
 import json
 import logging
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,10 +27,9 @@ from qerl_trl.rollout.engine import (
 )
 from qerl_trl.rollout.server import CONCURRENCY, Client, ServerEngine
 from qerl_trl.rollout.weights import SharedMemory
-from qerl_trl.support.time_limit import deadline
-from tests.faults.test_s_updates import NORMS, everything, update, worker  # noqa: F401  (a fixture)
 from tests.ranks import on_ranks
 from tests.rollout.asgi import KEY, FakeVLLM, bridged, guarded, http
+from tests.rollout.workers import NORMS, everything, update
 
 
 class Echo(ServerEngine):
@@ -66,7 +66,8 @@ def test_each_process_gets_its_own_completions():
 
 
 class Requests(Client):
-    """Without a server: keeps which prompts were asked for with which seed; `answers` makes the completions of a prompt."""
+    """Without a server: keeps which prompts were asked for with which seed; `answers` makes the completions of a
+    prompt."""
 
     def __init__(self, answers=lambda prompt, n: [prompt] * n):
         self.base_url, self.model, self.asked, self.answers = "http://here", "model", [], answers
@@ -120,25 +121,6 @@ def test_prompts_with_seeds_of_their_own_come_in_their_order():
     assert client.asked == [(prompts, 3)]
 
 
-def test_a_request_that_hangs_or_fails_is_not_waited_for():
-    hangs, failed = threading.Event(), []
-
-    def answers(prompt, n):
-        if prompt == [1]:
-            raise RolloutError("refused")
-        if prompt == [0]:
-            failed.append(hangs.wait(60))
-        return [prompt] * n
-
-    client, began = Requests(answers), time.monotonic()
-    with pytest.raises(RolloutError, match="refused"):
-        client.generate([[0], [1]], generation_kwargs={"seed": [1, 2]})
-    with pytest.raises(RolloutError, match="late"), deadline(0.2, lambda: RolloutError("late")):
-        client.generate([[0], [2]], generation_kwargs={"seed": [1, 2]})
-    assert time.monotonic() - began < 30 and not failed
-    hangs.set()
-
-
 class OneWorker(FakeVLLM):
     """Behind the endpoint: a worker, without a model that computes."""
 
@@ -152,7 +134,7 @@ class OneWorker(FakeVLLM):
 
 
 @pytest.fixture
-def connected(worker, monkeypatch):  # noqa: F811
+def connected(worker, monkeypatch):
     """Connects an engine that is not compared with a model; and the server behind it, and the paths that were asked."""
     pytest.importorskip("vllm")
     from qerl_trl.rollout.vllm import worker as workers
@@ -186,7 +168,7 @@ def engine(request, connected, monkeypatch):
     engine.close()
 
 
-def test_update_noise_and_reset_are_one_request(engine, connected, worker):  # noqa: F811
+def test_update_noise_and_reset_are_one_request(engine, connected, worker):
     _, vllm, requests = connected
     new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0)
     effective = engine.put(new, NORMS[:1], draw)
@@ -203,25 +185,9 @@ def test_update_noise_and_reset_are_one_request(engine, connected, worker):  # n
     assert all(torch.equal(left, right) for left, right in zip(at_once, everything(worker), strict=True))
 
 
-def test_an_update_of_another_layout_is_taken(engine):
-    adapter, norms = update(3)
-    engine.put(new := Update({name: adapter[name] for name in ("q_proj",)}, norms))
-    assert engine.contents().received == new.fingerprint and not engine.contents().damaged
-
-
-def test_a_process_that_is_killed_leaves_no_shared_memory_behind(engine, worker):  # noqa: F811
+def test_a_process_that_is_killed_leaves_no_shared_memory_behind(engine, worker):
     """SIGKILL runs no clean-up, so from the first update on no file may be left."""
     assert not Path("/dev/shm", worker._qerl_memory.name).exists()
-
-
-def test_a_server_that_was_restarted_is_found_out(engine, worker, caplog):  # noqa: F811
-    """It has another adapter than the trainer, and cannot open the memory of earlier updates."""
-    engine.put(Update(*update(1)))
-    worker._qerl_rollout_state._received, worker._qerl_memory = None, None
-    assert engine.contents().received is None  # rollout/probe.py compares it
-    if engine._local:
-        with pytest.raises(RolloutError, match="refused qerl_put: FileNotFoundError"):
-            engine.put(Update(*update(2)))
 
 
 def test_a_cache_that_was_not_reset_ends_the_rollout(engine, connected, monkeypatch):
@@ -234,8 +200,7 @@ def test_a_cache_that_was_not_reset_ends_the_rollout(engine, connected, monkeypa
             engine.put(change)
 
 
-def test_a_new_trainer_finds_no_noise_of_the_one_before(engine, connected, worker):  # noqa: F811
-    """At f05be0c a second run on a server was refused for "other norms", or told that somebody else wrote into the engine."""
+def test_a_new_trainer_finds_no_noise_of_the_one_before(engine, connected, worker):
     noisy = everything(worker)
     assert engine.contents().draw.sigma > 0
     connected[0]()

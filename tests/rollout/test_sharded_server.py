@@ -1,7 +1,9 @@
 """Server mode under FSDP 2: two processes share the trainer's weights out, and only the first one knows the server.
 
-In place of the server there is a twin of the policy, copied before anything was sharded: it computes what it was sent, so an adapter that was
-gathered by half, an update that stayed away or noise on other norms is found by the checks of a real engine. A collective operation in one
+In place of the server there is a twin of the policy, copied before anything was sharded: it computes what it was sent,
+so an adapter that was
+gathered by half, an update that stayed away or noise on other norms is found by the checks of a real engine. A
+collective operation in one
 process alone ends in the limit of time.
 """
 
@@ -18,7 +20,6 @@ from qerl_trl.rollout import server
 from qerl_trl.rollout.engine import Completion, Contents, Engine, Sampling, update_fingerprint
 from qerl_trl.rollout.spec import LOGPROBS_MODE, active_adapter, rollout_layers
 from qerl_trl.support.names import full_tensor, is_sharded
-from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.test_sharded import FSDP, as_accelerators
 
@@ -103,7 +104,7 @@ def logps_of(model, completions):
 
 
 @pytest.fixture(scope="module")
-def both(tiny_runs, tmp_path_factory):  # noqa: F811
+def both(tiny_runs, tmp_path_factory):
     """What each process found."""
     folder = tmp_path_factory.mktemp("server")
 

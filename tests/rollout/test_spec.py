@@ -1,20 +1,34 @@
-"""What an engine is told: one record, three forms of it."""
+"""What an engine is told: one record, three forms of it; and what it may be told of the model, its adapter and its
+data."""
 
 import json
+import re
 import shlex
 from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Image, List, Value
 from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from qerl_trl.nvfp4.config import NVFP4Config
+from qerl_trl.model.lora import register_nvfp4_lora
+from qerl_trl.nvfp4.config import NVFP4Config, load_config
+from qerl_trl.rollout import spec as specs
 from qerl_trl.rollout.engine import batch_invariant
 from qerl_trl.rollout.generation import QeRLVLLMGeneration
-from qerl_trl.rollout.spec import EngineSpec, linear_layers
+from qerl_trl.rollout.server import ServerEngine
+from qerl_trl.rollout.spec import (
+    EngineSpec,
+    adapter_buffers,
+    check_servable,
+    check_vocabulary,
+    linear_layers,
+    rollout_layers,
+)
 from tests.architectures import dense_model
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 
 @pytest.fixture
@@ -25,8 +39,6 @@ def folder(tmp_path):
 
 def policy(folder, quantized=True, **config):
     from transformers import AutoModelForCausalLM
-
-    from qerl_trl.model.lora import register_nvfp4_lora
 
     kwargs = {"quantization_config": NVFP4Config(**config)} if quantized else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
@@ -85,8 +97,6 @@ def test_the_bf16_arm_is_told_to_stay_dense(folder):
 def test_a_packed_checkpoint_says_itself_what_stays_dense(folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from qerl_trl.nvfp4.config import load_config
-
     saved = str(tmp_path / "packed")
     config = NVFP4Config(scale_rule="neighbor_sweep")
     AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16).save_pretrained(
@@ -112,8 +122,8 @@ def test_arguments_of_llm_and_the_command_say_the_same(folder):
 
 
 def test_an_engine_of_a_model_that_sees_is_told_where_no_pictures_come(folder, tmp_path):
-    """Else vLLM loads the tower once more, and computes the largest pictures that may come at its start, in memory that nobody planned."""
-    from transformers import AutoModelForImageTextToText
+    """Else vLLM loads the tower once more, and computes the largest pictures that may come at its start, in memory
+    that nobody planned."""
 
     dense_model("gemma3").save_pretrained(tmp_path / "seeing")
     seeing = AutoModelForImageTextToText.from_pretrained(tmp_path / "seeing", dtype=torch.bfloat16)
@@ -161,7 +171,8 @@ def spec_of_a_run(model, mode="colocate", batch=8, data=None):
     mine = SimpleNamespace(
         model=model, mode=mode, max_model_length=256, max_num_seqs=24, model_impl="auto", trust_remote_code=False,
         trainer=trainer, trained=None, accelerator=SimpleNamespace(is_main_process=False),
-        _compute_dtype=lambda: torch.bfloat16, _in_process=lambda: None, processing_class=SimpleNamespace(image_processor=None),
+        _compute_dtype=lambda: torch.bfloat16, _in_process=lambda: None,
+        processing_class=SimpleNamespace(image_processor=None),
     )  # fmt: skip
     QeRLVLLMGeneration._build_engine(mine)
     return mine.spec
@@ -176,7 +187,8 @@ def test_a_server_is_shared_by_all_processes(folder, mode, batch, told):
 
 
 def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_graph(folder):
-    """vLLM finds graphs on disk by what it was told, and one over dense weights ended in KeyError: 'weight' where bitsandbytes' were."""
+    """vLLM finds graphs on disk by what it was told, and one over dense weights ended in KeyError: 'weight' where
+    bitsandbytes' were."""
 
     def told(model):
         return json.dumps(EngineSpec.of(model).llm_arguments()["additional_config"])
@@ -191,15 +203,6 @@ def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_gra
     seen = {told(dense), told(policy(folder))}
     seen |= {told(hold(again, blocksize=64, nested=nested)) for nested in (False, True)}
     assert len(seen) == 4
-
-
-def test_the_engine_reads_what_it_is_told(folder):
-    pytest.importorskip("vllm")
-    from qerl_trl.rollout.vllm.quantization import EngineOptions
-
-    spec = EngineSpec.of(policy(folder, modules_to_not_convert=["o_proj"]))
-    options = EngineOptions(**spec.options()["qerl"])
-    assert options.adapter["rank"] == 20 and options.base == "nvfp4" and set(options.ignore) == {"lm_head", "o_proj"}
 
 
 def test_the_batch_invariant_mode_is_asked_for(folder, monkeypatch):
@@ -226,10 +229,95 @@ def test_the_batch_invariant_mode_is_asked_for(folder, monkeypatch):
     ],
 )
 def test_the_command_starts_a_server_where_it_is_looked_for(url, host, port, where, folder):
-    from qerl_trl.rollout.server import ServerEngine
 
     engine = ServerEngine.__new__(ServerEngine)
     engine.url, engine.spec = url, EngineSpec.of(policy(folder), max_model_len=64)
     said, _, command = engine._advice().partition("\n")
     _, options = parsed(command)
     assert said.endswith(where) and (options["--host"], options.get("--port")) == (host, port)
+
+
+# --- the adapter ---
+
+
+def adapted(*names, target=("q_proj",)) -> nn.Module:
+    """A tiny PEFT model with one adapter per name; the first is active."""
+    configs = [LoraConfig(r=4 * (i + 1), target_modules=list(target)) for i in range(len(names))]
+    model = get_peft_model(make_tiny_model("qwen2"), configs[0], adapter_name=names[0])
+    for name, config in zip(names[1:], configs[1:], strict=True):
+        model.add_adapter(name, config)
+    return model
+
+
+def test_the_active_adapter_is_rolled_out_whatever_its_name():
+    model = adapted("student", "ref")
+    check_servable(model)
+    assert adapter_buffers(model) == {"rank": 4, "targets": ["q_proj"]}
+    assert all("student" in layer.lora_A for layer in rollout_layers(model).values())
+    model.set_adapter("ref")
+    with pytest.raises(ValueError, match="several adapters"):
+        check_servable(model)
+
+
+def test_two_active_adapters_are_refused():
+    model = adapted("student", "ref")
+    model.base_model.set_adapter(["student", "ref"])
+    with pytest.raises(ValueError, match="student, ref active at once"):
+        check_servable(model)
+
+
+@pytest.mark.parametrize("rows", [304, 321, 358])
+def test_resized_embeddings_that_no_engine_would_have_are_refused(rows, tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    check_vocabulary(adapted)
+    model.resize_token_embeddings(rows)
+    with pytest.raises(ValueError, match=f"{rows} embeddings, and its checkpoint, which vLLM loads, has 320") as said:
+        check_vocabulary(adapted)
+    assert len(str(said.value)) <= 200
+
+
+def test_an_adapter_on_a_tower_is_refused_before_an_engine_is_built():
+    """The probe's text runs no tower, and without pictures the engine has none."""
+
+    def seeing(**options):
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+        return get_peft_model(dense_model("gemma3"), config)
+
+    with pytest.raises(ValueError, match=r"layers of a tower for pictures .*exclude_modules=") as told:
+        check_servable(seeing())
+    named = re.search(r"exclude_modules='(.*?)'\)", str(told.value)).group(1).replace("\\\\", "\\")
+    check_servable(seeing(exclude_modules=named))
+
+
+# --- pictures ---
+
+PROCESSOR = SimpleNamespace(image_processor=None)
+TEXT = Dataset.from_dict({"prompt": ["What is 2 + 2?"], "answer": ["4"]})
+MESSAGES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is 2 + 2?"}]]})
+PARTS = Dataset.from_dict({"prompt": [[{"role": "user", "content": [{"type": "image", "text": None}]}]]})
+SEEN = Dataset.from_dict(
+    {"prompt": ["What is it?"], "image": [None]}, Features({"prompt": Value("string"), "image": Image()})
+)
+LISTED = Dataset.from_dict(
+    {"prompt": ["What is it?"], "images": [[]]}, Features({"prompt": Value("string"), "images": List(Image())})
+)
+CASES = {
+    "text": ([TEXT], False),
+    "messages": ([MESSAGES, TEXT], False),
+    "nothing held out": ([TEXT, None], False),
+    "parts of messages": ([PARTS], True),
+    "a column": ([SEEN], True),
+    "a column of lists": ([LISTED], True),
+    "held-out": ([TEXT, SEEN], True),
+    "streamed": ([TEXT.to_iterable_dataset()], True),
+    "made when read": ([TEXT.with_transform(lambda rows: rows)], True),
+    "no prompts": ([TEXT.remove_columns("prompt")], True),
+}
+
+
+@pytest.mark.parametrize(("of", "expected"), CASES.values(), ids=CASES)
+def test_where_pictures_may_come(of, expected):
+    assert specs.pictures_may_come(PROCESSOR, of, False) is expected
+    assert specs.pictures_may_come(PROCESSOR, of, True) is True
+    assert specs.pictures_may_come(make_tiny_tokenizer(), of, True) is False

@@ -29,7 +29,8 @@ def layer_of(K: int) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor, torch
 
 @pytest.mark.parametrize("K", [896, 1152, 288, 512, 128, 272])
 def test_rows_of_scales_are_as_the_kernels_read_them(K):
-    """A copy only where a row's length is no multiple of 16 bytes and Hopper's kernels take the shape; the codes stay the trainer's."""
+    """A copy only where a row's length is no multiple of 16 bytes and Hopper's kernels take the shape; the codes stay
+    the trainer's."""
     layer, packed, scale, _ = layer_of(K)
     copied = K in (896, 1152, 288)
     assert layer.qerl_ready and layer.weight_packed.data_ptr() == packed.data_ptr()

@@ -1,4 +1,5 @@
-"""The engine's loader: the trainer's dense layers in one storage, without memory for both."""
+"""The engine's loader: the trainer's dense layers in one storage, and vLLM's names turned back into transformers'
+names."""
 
 from types import SimpleNamespace
 
@@ -8,9 +9,10 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from qerl_trl.nvfp4 import fused
+from vllm.model_executor.models.utils import WeightsMapper
+
 from qerl_trl.rollout.vllm import loader
-from qerl_trl.rollout.vllm.loader import fuse_dense_rows, fused_rows
+from qerl_trl.rollout.vllm.loader import Renaming, fuse_dense_rows, fused_rows, split_fused, stacked, with_gap
 
 
 def test_dense_layers_get_one_storage():
@@ -32,29 +34,86 @@ def test_a_layer_that_the_trainer_does_not_have_is_refused(monkeypatch):
         published.module("")
 
 
-@pytest.mark.parametrize("idle,given", [(fused.CACHED_BYTES + 1, 1), (fused.CACHED_BYTES, 0)])
-def test_what_lies_idle_goes_back(monkeypatch, idle, given):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**40 + idle)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**40)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    fused.give_back_cached(torch.device("cuda"))
-    assert len(calls) == given
-    fused.give_back_cached(torch.device("cpu"))
-    assert len(calls) == given
+# --- names ---
+
+#: rules of vLLM's classes, 0.31
+VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual.",
+"lm_head.": "language_model.lm_head.",
+          "model.": "language_model.model."}  # fmt: skip
+TEXT_OF_VISION = {"model.language_model.": "model."}
+DEEPSEEK_OCR = {"model.layers.": "language_model.model.layers.", "lm_head.": "language_model.lm_head.", "model.": ""}
 
 
-@pytest.mark.gpu
-def test_fusing_takes_no_memory_for_both():
-    """24 groups of 2 x 64 MiB: what torch holds of the GPU grows by what may lie idle, not by the 3 GiB of them all."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    groups = [
-        [nn.Linear(4096, 8192, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(24)
+@pytest.mark.parametrize(
+    ("rules", "name", "expected"),
+    [
+        ({"prefix": VISION}, "language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ({"prefix": VISION}, "visual.blocks.0.attn.proj", "model.visual.blocks.0.attn.proj"),
+        ({"prefix": VISION}, "language_model.lm_head", "lm_head"),
+        ({"prefix": TEXT_OF_VISION}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ({"prefix": DEEPSEEK_OCR}, "language_model.model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ({"prefix": DEEPSEEK_OCR}, "projector.layers", "model.projector.layers"),
+        ({"substr": {".self_attn.": ".attn."}}, "model.layers.0.attn.o_proj", "model.layers.0.self_attn.o_proj"),
+        ({"substr": {"A_log": "A", "mamba": "mamba.mamba"}}, "model.layers.0.mamba.mamba.in_proj",
+        "model.layers.0.mamba.in_proj"),
+        ({"suffix": {".router.gate.weight": ".gate.weight"}}, "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.router.gate"),
+        ({"prefix": {"model.": "language_model.model."}, "substr": {".attention.": ".self_attn."}},
+         "language_model.model.layers.0.self_attn.dense", "model.layers.0.attention.dense"),
+        ({}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+    ],
+)  # fmt: skip
+def test_a_name_is_turned_back(rules, name, expected):
+    renaming = Renaming()
+    renaming.add(WeightsMapper(**{f"orig_to_new_{kind}": rule for kind, rule in rules.items()}))
+    assert renaming.original(name) == expected
+
+
+def test_known_names_decide_between_spellings():
+    renaming = Renaming()
+    renaming.add(WeightsMapper(orig_to_new_prefix=TEXT_OF_VISION))
+    name, other = "model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"
+    assert renaming.original(name, {name}) == name
+    assert renaming.original(name, {other}) == other
+
+
+def test_a_name_that_no_rule_gives_is_refused():
+    renaming = Renaming()
+    renaming.add(WeightsMapper(orig_to_new_substr={"layers": "blocks.layers"}))
+    with pytest.raises(
+        ValueError, match=r"renames its layer 'model\.layers\.0\.proj' in a way that cannot be turned back"
+    ):
+        renaming.original("model.layers.0.proj")
+
+
+def test_fused_layers_are_split_and_others_are_not():
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    assert split_fused("model.layers.0.self_attn.qkv_proj", fused) == [
+        f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
     ]
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
-    for layers in groups:
-        fuse_dense_rows(layers)
-    assert torch.cuda.max_memory_reserved() - before < fused.CACHED_BYTES + 2**29
+    assert split_fused("model.layers.0.mlp.down_proj", fused) == ["model.layers.0.mlp.down_proj"]
+    assert split_fused("qkv_proj", fused) == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_what_a_mapper_says_of_fused_layers():
+    rules = {
+        ".q_proj": (".qkv_proj", "q"),
+        ".k_proj": (".qkv_proj", "k"),
+        ".v_proj": (".qkv_proj", "v"),
+        ".gate_proj": (".gate_up_proj", 0),
+        ".up_proj": (".gate_up_proj", 1),
+        "experts.0.w1": ("experts.w13", 0),
+    }
+    assert stacked(WeightsMapper(orig_to_new_stacked=rules)) == {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    assert stacked(None) == {}
+
+
+def test_a_part_that_vllm_leaves_out_is_found_where_only_one_layer_can_be_meant():
+    known = {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"}
+    assert with_gap("model.layers.0.q_proj", known) == "model.layers.0.self_attn.q_proj"
+    assert with_gap("model.q_proj", known) == "model.q_proj"  # either
+    assert with_gap("q_proj", known) == "q_proj"
+    assert with_gap("model.layers.0.q_proj", ()) == "model.layers.0.q_proj"

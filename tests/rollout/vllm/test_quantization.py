@@ -1,6 +1,8 @@
-"""Trainer and engine read the same quantization configuration the same way: which layers are packed, and what is refused.
+"""Trainer and engine read the same quantization configuration the same way: which layers are packed, and what is
+refused.
 
-The trainer is asked through its transformers quantizer on a model without weights, the engine through `get_quant_method`, layer by layer
+The trainer is asked through its transformers quantizer on a model without weights, the engine through
+`get_quant_method`, layer by layer
 and without an engine being started.
 """
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, OlmoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 pytest.importorskip("vllm")
 
@@ -27,7 +29,7 @@ from qerl_trl.nvfp4 import checkpoints
 from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
 from qerl_trl.rollout.engine import WORKER_EXTENSION
 from qerl_trl.rollout.vllm.linear import DenseMethod
-from qerl_trl.rollout.vllm.quantization import EngineOptions, QeRLQuantizationConfig
+from qerl_trl.rollout.vllm.quantization import QeRLQuantizationConfig
 from tests.tiny_models import make_tiny_config
 
 #: of vLLM's classes; tests/nvfp4/test_architectures.py compares it with them
@@ -43,7 +45,8 @@ QWEN_VL = WeightsMapper(
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- the two sides
+# ------------------------------------------------------------------------------------------------------------- the two
+# sides
 
 
 @functools.cache
@@ -138,7 +141,8 @@ def assert_they_agree(config: dict, kind: str = "plain") -> None:
         assert all("Quantize all of them or none" in refusal for refusal in refusals)
 
 
-# ------------------------------------------------------------------------------------------------------------- named cases
+# ------------------------------------------------------------------------------------------------------------- named
+# cases
 
 
 def compressed_tensors(ignore=("lm_head",), **changes) -> dict:
@@ -174,59 +178,8 @@ def test_what_the_trainer_refuses_the_engine_refuses_in_the_same_words(config):
     assert_they_agree(config)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    ["model.layers.1", "mlp", "model.layers.1.mlp", "model.layers.[0-1].mlp.down_proj", "model.layers.1?.mlp.down_proj", "down_proj", "lm_head",
-     "re:.*layers\\.(0|11)\\..*"],
-)  # fmt: skip
-@pytest.mark.parametrize("kind", ["plain", "renamed"])
-def test_an_entry_of_the_ignore_list_means_the_same_layers(entry, kind):
-    assert_they_agree(compressed_tensors([entry, "lm_head"]), kind)
-
-
-@pytest.mark.parametrize("ignore", [[], ["*.o_pro[jk]"], ["re:model\\.layers\\.1\\."]])
-def test_lists_that_do_not_name_the_head(ignore):
-    assert_they_agree(compressed_tensors(ignore))
-
-
-@pytest.mark.parametrize("targets", [["re:.*self_attn.*"], ["down_proj"], ["Linear"], ["model.layers.1"]])
-def test_targets_mean_the_same_layers(targets):
-    assert_they_agree(compressed_tensors(targets=targets))
-
-
-@pytest.mark.parametrize("kind", ["plain", "renamed"])
-def test_a_mixed_checkpoint_of_modelopt_means_the_same_layers(kind):
-    """Attention in FP8, which becomes dense, MLP packed; of the last layer nothing is named."""
-    names = [name for name, module in meta_model(kind).named_modules() if type(module) is torch.nn.Linear]
-    named = [name for name in names if "layers.1." not in name and "lm_head" not in name and "visual" not in name]
-    layers = {name: {"quant_algo": "FP8" if "self_attn" in name else "NVFP4"} for name in named}
-    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    assert_they_agree(config, kind)
-    engine, renamed = engine_side(config, kind == "renamed"), kind == "renamed"
-    methods = [type(engine.get_quant_method(Linear(64), vllm_names(name, renamed))).__name__ for name in named]
-    assert set(methods) == {"ModelOptFP8Method", "ModelOptNVFP4Method"}
-
-
-def test_a_matrix_that_does_not_divide_into_blocks_is_refused_in_the_same_words():
-    config = compressed_tensors()
-    assert_they_agree(config, "odd")
-    assert_they_agree(compressed_tensors(["down_proj"]), "odd")
-
-
-def test_the_last_matrix_of_a_model_without_a_last_norm_is_packed():
-    """transformers counts a model's last parameter as its head; of OLMo with tied embeddings that is a down projection."""
-    config = OlmoConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=320, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    last = next(reversed(dict(model.named_parameters()))).removesuffix(".weight")
-    assert last == "model.layers.1.mlp.down_proj"
-    assert in_the_trainer(compressed_tensors(), model)[last]
-    assert not isinstance(engine_side(compressed_tensors()).get_quant_method(Linear(64), last), DenseMethod)
-
-
-# ----------------------------------------------------------------------------------------------------------- any configuration
+# ----------------------------------------------------------------------------------------------------------- any
+# configuration
 
 LINEARS = [
     name
@@ -248,8 +201,10 @@ def entries(draw) -> str:
     return draw(
         st.sampled_from(
             [
-                name, part, part, f"*{part}", f"*.{part}", f"*.{part}.*", f"{part}*", name[:position] + "?" + name[position + 1 :],
-                name[:position] + "*", name.replace("0", "[0-1]"), f"re:{part}", f"re:.*{part}$", f"re:.*{part}.*", f"re:^{part}",
+                name, part, part, f"*{part}", f"*.{part}", f"*.{part}.*", f"{part}*",
+                name[:position] + "?" + name[position + 1 :],
+                name[:position] + "*", name.replace("0", "[0-1]"), f"re:{part}", f"re:.*{part}$", f"re:.*{part}.*",
+                f"re:^{part}",
                 "re:.*layers\\.(0|11)\\..*", "lm_head", "Linear", draw(st.sampled_from(["*", "", "no.such.layer"])),
             ]
         )
@@ -345,9 +300,10 @@ def test_a_dense_checkpoint_is_packed_but_for_the_head_and_the_option_ignore(eng
         engine_config.additional_config = {}
 
 
-def test_a_name_for_a_list_is_refused():
-    with pytest.raises(ValueError, match="ignore='lm_head'"):
-        EngineOptions(ignore="lm_head")
+def test_experts_are_refused_by_name():
+    experts = type("RoutedExperts", (torch.nn.Module,), {})()
+    with pytest.raises(ValueError, match=r"mlp\.experts is a mixture-of-experts layer.*use_vllm=False"):
+        engine_side(None).get_quant_method(experts, "model.layers.0.mlp.experts")
 
 
 def test_the_batch_invariant_mode_is_vllms_own(engine_config, monkeypatch):

@@ -1,0 +1,361 @@
+"""Engines, models and trainers for the tests of this folder. Importing it imports no vLLM.
+
+Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5; an adapter, a noise or a
+scale that is missing moves
+them by 0.1 to 10.
+"""
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from qerl_trl.model.lora import register_nvfp4_lora
+from qerl_trl.nvfp4.config import NVFP4Config, load_config
+from tests.tiny_models import make_tiny_config, randomize_vectors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: the cache is small: a GiB takes a second to make and each of its blocks is visited by every sync. On a GPU it is
+#: given in bytes, because
+#: several files share the GPU and measure nothing while others come and go
+MEMORY = {"gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 256} if DEVICE == "cpu" else {
+    "gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**28,
+}  # fmt: skip
+PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(4)]
+NEW = 12
+EXACT = 1e-4
+_ALIVE = []  # a collected engine takes the process groups of all others with it
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
+    """A tiny random checkpoint with a tokenizer; weights large enough that greedy tokens depend on them."""
+    path = folder / f"{family}-{'-'.join(f'{k}{v}' for k, v in overrides.items())}"
+    done = path / "complete"
+    while not done.exists() and os.environ.get("RANK", "0") != "0":
+        time.sleep(0.1)  # the first rank writes
+    if done.exists():
+        return str(path)
+    config = make_tiny_config(family, **{"initializer_range": 0.2, "bos_token_id": 2, **overrides})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    randomize_vectors(model, bias=0.1)
+    model.save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(path)
+    done.touch()
+    return str(path)
+
+
+def engine(model: str, **arguments):
+    from vllm import LLM
+
+    settings = {
+        "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 0, "logprobs_mode": "processed_logprobs",
+        "enforce_eager": True, **MEMORY,
+    }  # fmt: skip
+    llm = LLM(model=model, **settings | arguments)
+    _ALIVE.append(llm)
+    return llm
+
+
+def greedy(llm, lora_request=None):
+    """(tokens, log-probabilities (n, T)) of the four prompts."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora_request)
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    logps = [
+        [s[t].logprob for s, t in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)] for o in outputs
+    ]
+    return tokens, torch.tensor(logps)
+
+
+@torch.no_grad()
+def transformers_logps(model, tokens) -> torch.Tensor:
+    ids = torch.tensor([p + t for p, t in zip(PROMPTS, tokens, strict=True)], device=DEVICE)
+    logits = model(input_ids=ids, use_cache=False).logits[:, len(PROMPTS[0]) - 1 : -1].float().log_softmax(-1)
+    return logits.gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1).cpu()
+
+
+@torch.no_grad()
+def transformers_greedy(model) -> list[list[int]]:
+    ids = torch.tensor(PROMPTS, device=DEVICE)
+    for _ in range(NEW):
+        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[:, len(PROMPTS[0]) :].tolist()
+
+
+def gap(model, llm, lora_request=None) -> float:
+    """Largest |log-probability difference| over the engine's own greedy tokens."""
+    tokens, logps = greedy(llm, lora_request)
+    return (transformers_logps(model, tokens) - logps).abs().max().item()
+
+
+def packed(path: str, scale_rule: str = "rtn", dtype: str = "float32", **config):
+    """The trainer's side: quantized while it loads."""
+    quantization = NVFP4Config(scale_rule=scale_rule, compute_dtype=dtype, **config)
+    own = load_config(path, quantization)
+    kwargs = (
+        {"config": own}
+        if getattr(own, "quantization_config", None) is not None
+        else {"quantization_config": quantization}
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+    return model.to(DEVICE).eval().requires_grad_(False)
+
+
+def dense(path: str, dtype: torch.dtype = torch.float32):
+    """The bf16 arm's base."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).requires_grad_(False)
+
+
+def adapter_on(model, rank: int = 8, alpha: float = 24, adapter_name: str = "default", **config):
+    """A PEFT model with a random adapter; alpha/r = 3 by default, which is no power of two."""
+    settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+    lora = register_nvfp4_lora(LoraConfig(r=rank, lora_alpha=alpha, **settings))
+    policy = get_peft_model(model, lora, adapter_name=adapter_name)
+    randomize(policy)
+    return policy
+
+
+@torch.no_grad()
+def randomize(policy, seed: int = 0, scale: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            parameter.copy_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device))
+
+
+def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
+    """A `QeRLVLLMGeneration` outside of a trainer."""
+    from qerl_trl.noise.norms import find_noisy_norms
+    from qerl_trl.rollout.generation import QeRLVLLMGeneration
+
+    schedule = SimpleNamespace(ever_noisy=True)
+    noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0, schedule=schedule)
+    args = SimpleNamespace(
+        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, model_init_kwargs=None,
+        vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
+        base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
+        generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0),
+        rescue=lambda: "resume", train_dataset=[], eval_dataset=None, _is_vlm=False
+    )  # fmt: skip
+    settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
+    generation = QeRLVLLMGeneration(
+        model=policy, accelerator=Accelerator(cpu=DEVICE == "cpu"), processing_class=None, trainer=trainer,
+        gpu_memory_utilization=MEMORY["gpu_memory_utilization"], **settings | arguments,
+    )  # fmt: skip
+    _ALIVE.append(generation)
+    return generation
+
+
+def separate_scales(source: str, target: Path) -> str:
+    """The same weights with a tensor scale of its own for v_proj and up_proj: scale bytes doubled, divisor doubled."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = load_file(target / "model.safetensors")
+    for name in list(tensors):
+        if name.endswith(("v_proj.weight_scale", "up_proj.weight_scale")):
+            doubled = tensors[name].float() * 0.5
+            tensors[name] = doubled.to(torch.float8_e4m3fn)
+            divisor = name.replace("weight_scale", "weight_global_scale")
+            tensors[divisor] = tensors[divisor] * 0.3  # another scale, and no power of two: other weights, on purpose
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+def as_modelopt(source: str, target: Path) -> str:
+    """A compressed-tensors folder in ModelOpt's layout: other names, and a tensor scale that multiplies."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = {}
+    for name, tensor in load_file(Path(source) / "model.safetensors").items():
+        if name.endswith(".weight_packed"):
+            tensors[name.replace("weight_packed", "weight")] = tensor
+        elif name.endswith(".weight_global_scale"):
+            tensors[name.replace("weight_global_scale", "weight_scale_2")] = (1.0 / tensor).reshape(())
+            tensors[name.replace("weight_global_scale", "input_scale")] = torch.tensor(0.01)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+def as_mixed(source: str, dense: str, target: Path) -> str:
+    """A ModelOpt folder whose attention is FP8, of the weights of the folder `dense`."""
+    shutil.copytree(dense, target, dirs_exist_ok=True)  # for its tokenizer
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors, weights = load_file(target / "model.safetensors"), load_file(Path(dense) / "model.safetensors")
+    layers = {}
+    for name in (key.removesuffix(".weight_scale_2") for key in list(tensors) if key.endswith(".weight_scale_2")):
+        layers[name] = {"quant_algo": "NVFP4", "group_size": 16}
+        if "self_attn" in name:
+            layers[name] = {"quant_algo": "FP8"}
+            weight = weights[f"{name}.weight"].float()
+            tensors[f"{name}.weight_scale"] = scale = weight.abs().max() / 448
+            tensors[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+            del tensors[f"{name}.weight_scale_2"]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+def trainer_of(folder: Path, model: str, trainer_class=None, peft_config=None, callbacks=None, **settings):
+    """A GRPO trainer of two steps in float32 with colocated vLLM, noise on the norms in the second."""
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+
+    prompts = Dataset.from_dict({"prompt": ["the quick brown fox", "what is 1 + 2", "0 1 2 3", "lazy dog"] * 8})
+    given = {"train_dataset": prompts, "eval_dataset": None, "processing_class": None}
+    given = {name: settings.pop(name, value) for name, value in given.items()}
+    options = {
+        "output_dir": str(folder / "run"), "per_device_train_batch_size": 8, "num_generations": 4,
+        "max_completion_length": 16,
+        "max_steps": 2, "learning_rate": 1e-2, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128,
+        "vllm_gpu_memory_utilization": MEMORY["gpu_memory_utilization"], "vllm_engine_kwargs": {"enforce_eager": True,
+        **MEMORY},
+        "bf16": False, "report_to": [], "logging_steps": 1, "use_cpu": DEVICE == "cpu", "save_strategy": "no",
+        "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"}, "disable_tqdm": True,
+        "aqn_sigma_start": 2e-2,
+        "aqn_sigma_end": 1e-2, "aqn_num_stages": 2,
+    }  # fmt: skip
+    lora = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
+    config = QeRLConfig if trainer_class is not QeRLRLOOTrainer else QeRLRLOOConfig
+    trainer = (trainer_class or QeRLGRPOTrainer)(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(str(c)))) for c in completions],
+        args=config(**{**options, **settings}),
+        peft_config=None if settings.get("base_format") == "full" else peft_config or lora,
+        callbacks=callbacks,
+        **given,
+    )
+    _ALIVE.append(trainer)
+    return trainer
+
+
+def logs_of(trainer) -> list[dict]:
+    """Of its steps."""
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def check_sleep(folder: Path, share: bool) -> None:
+    """Sleep and wake on a GPU, with a sync meanwhile. vLLM allows one engine per process that can sleep."""
+    from qerl_trl.noise.hooks import NoiseDraw
+
+    # large enough that its bytes stand out from what the allocator rounds and keeps
+    large = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 8, "initializer_range": 0.05}
+    policy = adapter_on(packed(write_model(folder, **large)), adapter_name="student")
+    frozen = sum(p.numel() * p.element_size() for p in policy.parameters() if not p.requires_grad)
+    g = stub_generation(policy, share=share, enable_sleep_mode=True)
+    assert g.engine.asleep
+    randomize(policy, 3)
+    g.sync_weights()
+    g.engine.wake()
+    assert gap(policy, g.llm) < EXACT  # synced while it slept
+    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
+    g.sync_noise()
+    before = greedy(g.llm)
+    torch.cuda.empty_cache()
+    awake = torch.cuda.mem_get_info()[0]
+    g.engine.sleep()
+    freed, cache = torch.cuda.mem_get_info()[0] - awake, MEMORY["kv_cache_memory_bytes"]
+    # shared weights stay where they are, a copy goes to host memory
+    assert 0.9 * cache < freed < cache + 0.5 * frozen if share else freed > 0.9 * (cache + frozen)
+    g.engine.wake()
+    g.engine.reset_prefix_cache()  # with cached prefixes the prefill would have another shape
+    after = greedy(g.llm)
+    assert before[0] == after[0] and torch.equal(before[1], after[1])
+    g.engine.sleep()
+    g.generate(PROMPTS, None, 1)
+    assert g.engine.asleep
+
+
+class Server:
+    """A server started with the command that `EngineSpec` prints, on a free loopback port."""
+
+    def __init__(self, spec, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        vllm, serve, model, *options = shlex.split(spec.serve_command())
+        assert (vllm, serve) == ("vllm", "serve")
+        # the development mode is on, for what the endpoint says to strangers who ask for it
+        environment = dict(os.environ, VLLM_SERVER_DEV_MODE="1")
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+            environment.pop(key, None)
+        # the CPU build's own `vllm serve` looks for a distribution called vllm
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
+        command += ["--port", str(self.port), "--enforce-eager", "--max-num-seqs", "8"]
+        command += [part for key, value in MEMORY.items() for part in ("--" + key.replace("_", "-"), str(value))]
+        self.log = folder / f"server-{self.port}.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, seconds: float = 300) -> None:
+        import requests
+
+        deadline = time.time() + seconds
+        while time.time() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                if requests.get(self.url + "/health", timeout=2).status_code == 200:
+                    return
+            except requests.RequestException:
+                time.sleep(0.5)
+        raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def register_once() -> None:
+    """vLLM's CPU build looks for Triton kernels to replace whenever an engine starts; the first time finds all."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if hasattr(platform, "register_triton_kernel_overrides"):
+        platform.register_triton_kernel_overrides = staticmethod(
+            functools.cache(platform.register_triton_kernel_overrides)
+        )

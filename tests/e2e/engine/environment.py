@@ -1,0 +1,21 @@
+"""What vLLM reads of the environment when it is imported, and how long these tests may take."""
+
+import os
+
+DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "QERL_SERVER_SECRET": "shared by the servers and trainers of these tests",
+    "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention in float32 would round to tf32 on a GPU
+}
+#: whether every architecture is tried in the engine, not a few
+EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
+#: seconds for a file; a machine that does much else needs more
+TIMEOUT = 3600 if EXHAUSTIVE else int(os.environ.get("QERL_SCENARIO_TIMEOUT", "600"))

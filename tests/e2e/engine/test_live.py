@@ -1,0 +1,159 @@
+"""One shared engine: weights, adapter updates, noise on and off, caches, the probe, and an engine that breaks."""
+
+import resource
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from qerl_trl.noise.hooks import NoiseDraw, NormNoise
+from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.rollout.engine import RolloutError
+from tests.e2e.engine.engines import (
+    DEVICE,
+    EXACT,
+    PROMPTS,
+    adapter_on,
+    gap,
+    greedy,
+    packed,
+    randomize,
+    stub_generation,
+    write_model,
+)
+
+DRAW = NoiseDraw(5e-2, 7, 3, 1)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """(policy, generation, its parameters before the start, what was compiled ahead)."""
+    from qerl_trl.rollout.vllm import compile_ahead
+
+    policy = adapter_on(packed(write_model(tmp_path_factory.mktemp("live"))), rank=6, alpha=18)
+    before = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    with mock.patch.object(compile_ahead, "precompile", wraps=compile_ahead.precompile) as precompile:
+        generation = stub_generation(policy)
+    return policy, generation, before, precompile.call_args_list
+
+
+@pytest.fixture
+def policy(started):
+    return started[0]
+
+
+@pytest.fixture
+def g(started):
+    return started[1]
+
+
+def put_noise(g, draw) -> None:
+    g.trainer.aqn.draw = draw
+    g.sync_noise()
+
+
+def test_kernels_of_all_layers_are_compiled_at_once_before_they_run(started):
+    """N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled."""
+    (asked,) = started[3]
+    qkv, o = [256, 128, [128, 64, 64], 16, True, True], [128, 128, [128], 16, False, True]
+    gate_up, down = [512, 128, [256, 256], 16, False, True], [128, 256, [128], 16, False, True]
+    found = [[list(part) if isinstance(part, tuple) else part for part in each] for each in asked.args[0]]
+    assert sorted(found) == sorted([qkv, o, gate_up, down])
+    assert (sorted(asked.kwargs["norms"]), asked.kwargs["dtype"]) == ([128], torch.float32)
+
+
+def test_the_probe_agrees_and_leaves_no_trace(started, g):
+    policy, _, before, _ = started
+    found = g.probe_result
+    assert found.difference < EXACT and found.base_difference < EXACT and found.effect > 0.01
+    assert all(torch.equal(before[n], p) for n, p in policy.named_parameters())
+
+
+def check_shared(policy, g) -> None:
+    from qerl_trl.rollout.vllm.engine import engine_model
+
+    mine, theirs = policy.get_base_model(), engine_model(g.llm)
+    layers, other = mine.model.layers, theirs.model.layers
+    for a, b in (
+        (layers[1].self_attn.q_proj.base_layer.weight_packed, other[1].self_attn.qkv_proj.weight_packed),
+        (layers[1].mlp.down_proj.base_layer.weight_packed, other[1].mlp.down_proj.weight_packed),
+        (layers[0].mlp.gate_proj.base_layer.weight_scale, other[0].mlp.gate_up_proj.weight_scale),
+        (mine.model.embed_tokens.weight, theirs.model.embed_tokens.weight),
+        (mine.lm_head.weight, theirs.lm_head.weight),
+    ):
+        assert a.data_ptr() == b.data_ptr()
+
+
+def test_adapter_updates_reach_the_engine_whose_weights_are_the_trainers_memory(policy, g):
+    check_shared(policy, g)
+    buffers = [slot.layer.adapter_a.data_ptr() for slot in g.engine.state.slots.values()]
+    for seed in range(1, 4):
+        randomize(policy, seed)
+        g.sync_weights()
+        assert gap(policy, g.llm) < EXACT
+    assert buffers == [slot.layer.adapter_a.data_ptr() for slot in g.engine.state.slots.values()]
+    with policy.disable_adapter():
+        assert gap(policy, g.llm) > 0.1  # what the comparison would show without the adapter
+    check_shared(policy, g)
+
+
+def test_noise_is_the_trainers_noise_and_leaves_no_trace(policy, g):
+    g.sync_weights()
+    g.engine.reset_prefix_cache()  # with cached prefixes the prefill would have another shape
+    clean = greedy(g.llm)
+    noise = NormNoise(find_noisy_norms(policy))
+    noise.set(DRAW)
+    put_noise(g, DRAW)
+    with noise.active():
+        assert gap(policy, g.llm) < EXACT
+    assert gap(policy, g.llm) > 0.1
+    assert g.trainer.aqn.sigma_effective == pytest.approx(5e-2, rel=0.1)
+    norms = g.engine.state.norms
+    weights = {n: norms[n].weight.detach().clone() for n in g.trainer.aqn.norms}
+    for name, weight in weights.items():
+        assert torch.equal(weight, noise.norms[name].weight.float() + noise._noise[name].to(DEVICE))
+    put_noise(g, DRAW._replace(step=4, generation=0))
+    assert not any(torch.equal(weights[n], norms[n].weight) for n in weights), "another draw is another noise"
+    put_noise(g, DRAW)
+    assert all(torch.equal(weights[n], norms[n].weight) for n in weights), "the same draw is the same noise"
+    put_noise(g, None)
+    again = greedy(g.llm)
+    assert clean[0] == again[0] and torch.equal(clean[1], again[1]), "sigma 0 is no noise, to the last bit"
+
+
+def test_a_stale_adapter_is_noticed(policy, g):
+    randomize(policy, 9)
+    assert gap(policy, g.llm) > 0.1
+    g.generate(PROMPTS, None, 1)
+    assert gap(policy, g.llm) < EXACT
+
+
+def test_syncs_do_not_grow_memory(policy, g):
+    for seed in range(20):
+        randomize(policy, seed)
+        g.sync_weights()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(200):
+        g.sync_weights()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 * 1024
+
+
+def test_a_refused_cache_reset_is_an_error(g, monkeypatch):
+    monkeypatch.setattr(g.llm, "reset_prefix_cache", lambda **_: False)
+    with pytest.raises(RolloutError, match="prefix cache"):
+        g.sync_weights()
+
+
+def dies(*args, **kwargs):
+    raise RuntimeError("EngineCore died")
+
+
+@pytest.mark.parametrize(
+    ("broken", "cause"), [(dies, "EngineCore died"), (lambda *args, **kwargs: time.sleep(20), "rollout_timeout=0.5")]
+)
+def test_a_broken_engine_ends_the_run_with_its_cause(g, monkeypatch, broken, cause):
+    monkeypatch.setattr(g.llm, "generate", broken)
+    monkeypatch.setattr(g.trainer.args, "rollout_timeout", 0.5)
+    with pytest.raises(RolloutError, match=f"{cause}.*resume"):
+        g.generate(PROMPTS, None, 1)

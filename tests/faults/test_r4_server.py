@@ -1,0 +1,151 @@
+"""Faults of a rollout server: strangers, another service on the port, and updates that its worker refuses."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+
+from qerl_trl.rollout.engine import CALL, SECRET
+from tests.faults.catalog import fault, told
+from tests.rollout.asgi import KEY, FakeVLLM, allowed, ask, bridged, guarded, http
+from tests.rollout.workers import NORMS, RANK, K, everything, send, taken, update
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="TRL's client asks for vLLM")
+BODY = json.dumps({"method": "qerl_put", "args": ["{}"], "reset": True}).encode()
+
+
+@fault("R4.server_unauthenticated")
+@pytest.mark.parametrize(
+    "path",
+    [CALL, "/v1/completions", "/collective_rpc", "/sleep?level=2", "/reset_prefix_cache", "/invocations"],
+)
+@pytest.mark.parametrize(
+    "headers", [{}, allowed("another secret"), {"Authorization": KEY}], ids=["none", "other", "bare"]
+)
+def test_a_stranger_can_do_nothing(path, headers):
+    vllm = FakeVLLM()
+    status, content = ask(guarded(vllm), "POST", path, BODY, headers)
+    assert status == 401 and "its trainer only" in content["error"] and vllm.reached == vllm.asked == []
+
+
+@fault("R4.server_unauthenticated")
+@needs_vllm
+def test_a_trainer_with_another_secret_is_told_what_to_do():
+    from qerl_trl.rollout.server import Client
+
+    vllm = FakeVLLM()
+    with http(bridged(guarded(vllm))) as (url, _):
+        client = Client(url, KEY, 5)
+        assert client.call("qerl_put", "{}") == [{"run": "1"}]
+        with told(RuntimeError, url, "401", f"the same {SECRET}"):
+            Client(url, "another secret", 5)
+    assert len(vllm.asked) == 2
+
+
+@fault("R4.server_unauthenticated")
+@needs_vllm
+def test_a_trainer_without_a_secret_is_told_how_to_make_one(monkeypatch):
+    monkeypatch.delenv(SECRET, raising=False)
+    with (
+        http(bridged(guarded(FakeVLLM()))) as (url, requests),
+        told(RuntimeError, f"export {SECRET}=", "vllm serve", "--middleware"),
+    ):
+        engine(url)
+    assert requests == []
+
+
+def engine(url: str):
+    from qerl_trl.rollout.server import ServerEngine
+    from qerl_trl.rollout.spec import EngineSpec
+    from tests.rollout.test_handshake import policy
+
+    model = policy()
+    return ServerEngine(url, EngineSpec.of(model), model, 1)
+
+
+@fault("R4.server_unauthenticated")
+@needs_vllm
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"<html>hello</html>", ("<html>hello", "another service")),
+        (b'{"results": [{"layers": 3}]}', ("does not serve this trainer", "KeyError")),
+        (b'{"results": [{"error": "another version"}]}', ("refused qerl_describe", "another version")),
+    ],
+    ids=["a page", "another version", "a refusal"],
+)
+def test_an_answer_of_another_service_is_told(content, words, monkeypatch):
+    monkeypatch.setenv(SECRET, KEY)
+
+    def answer(method, path, headers, body):
+        return 200, b'{"data": [{"id": "m"}]}' if path == "/v1/models" else content
+
+    with http(answer) as (url, _), told(RuntimeError, url, "vllm serve", *words):
+        engine(url)
+
+
+@fault("R4.server_unauthenticated")
+@needs_vllm
+def test_another_service_on_the_port_is_told(monkeypatch):
+    """TRL's client waits forever for it."""
+    monkeypatch.setenv(SECRET, KEY)
+    with (
+        http(lambda *request: (404, b"not here")) as (url, _),
+        told(ConnectionError, url, "404", "vllm_server_timeout", "vllm serve"),
+    ):
+        engine(url)
+    with told(ConnectionError, url, "refused", "vllm_server_base_url", "vllm serve"):
+        engine(url)
+
+
+# --- updates ---
+
+BAD = {
+    "a layer that is not there": ({"a:v_proj": torch.ones(RANK, K), "b:v_proj": torch.ones(6, RANK)}, "v_proj"),
+    "a norm that is not there": ({"norm:model.nowhere": torch.ones(K)}, "model.nowhere"),
+    "a rank beyond the buffers": ({"a:k_proj": torch.ones(9, K), "b:k_proj": torch.ones(2, 9)}, "reserved 4"),
+    "halves of two ranks": ({"b:k_proj": torch.ones(2, RANK - 1)}, "(4, 8)"),
+    "rows to broadcast": ({"b:k_proj": torch.ones(1, RANK)}, "2 x 8"),
+    "columns to broadcast": ({"a:k_proj": torch.ones(RANK, 1)}, "2 x 8"),
+    "a norm to broadcast": ({f"norm:{NORMS[1]}": torch.ones(1)}, NORMS[1]),
+    "NaN in the last layer": ({"b:k_proj": torch.full((2, RANK), math.nan)}, "k_proj.lora_B holds NaN"),
+    "infinity": ({"a:k_proj": torch.full((RANK, K), math.inf)}, "k_proj.lora_A holds NaN or inf"),
+    "beyond bf16 once alpha/r is in": ({"b:k_proj": torch.full((2, RANK), 3e38)}, "k_proj.lora_B holds NaN or inf"),
+    "NaN in a norm": ({f"norm:{NORMS[1]}": torch.full((K,), math.nan)}, f"{NORMS[1]} holds NaN"),
+}
+
+
+def check_refused(worker, words: str, *sent, **options) -> None:
+    """The update is refused and has changed nothing; a good one is taken after it."""
+    before, contents = everything(worker), worker.qerl_contents()
+    assert words in send(worker, *sent, **options)["error"]
+    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
+    assert worker.qerl_contents() == contents and not contents["damaged"]
+    assert taken(send(worker, *update(1))) == {"layers": 2, "norms": 1}
+    assert worker.qerl_contents()["received"] != contents["received"] and not worker.qerl_contents()["damaged"]
+
+
+@needs_vllm
+@fault("R4.update_refused", recovered=True)
+@pytest.mark.parametrize(("changes", "words"), BAD.values(), ids=BAD)
+def test_an_update_that_is_refused_has_changed_nothing(worker, changes, words):
+    check_refused(worker, words, *update(1, **changes))
+
+
+@needs_vllm
+@fault("R4.update_refused", recovered=True)
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [("Error", {"draw": (0.1, 1)}), ("Error", {"draw": (0.1, 1, 2, 3, 4)}), ("arrived damaged", {"damage": 1})],
+)
+def test_an_update_with_odd_noise_or_that_arrives_damaged_has_changed_nothing(worker, words, options):
+    check_refused(worker, words, *update(1), **options)
+
+
+@needs_vllm
+@pytest.mark.parametrize(("tensor", "name"), [("adapter_a", "q_proj.lora_A"), ("adapter_b", "q_proj.lora_B")])
+def test_what_is_overwritten_is_named(worker, tensor, name):
+    getattr(worker._qerl_rollout_state.model.qkv_proj, tensor)[0, 0] += 1
+    assert worker.qerl_contents()["damaged"] == [name]

@@ -1,0 +1,322 @@
+"""An adapter meets another base of the same shapes, a base that has the adapter, or one that only this machine has."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import qerl_trl
+from qerl_trl import NVFP4Config
+from qerl_trl.checkpoint.fingerprint import base_sha256
+from qerl_trl.checkpoint.seal import MANIFEST_NAME, manifest, recorded_run, seal
+from qerl_trl.publish import export, hub
+from qerl_trl.publish.load import TrainedPolicy, load_policy
+from qerl_trl.publish.quantize import quantize_folder
+from qerl_trl.tasks import evaluation
+from tests.faults.catalog import fault, told
+from tests.faults.tiny_runs import (
+    FILE,
+    REPO,
+    WEIGHTS,
+    call,
+    contents,
+    flip_a_bit,
+    in_hub_cache,
+    tiny_policy,
+)
+from tests.tiny_models import make_tiny_model
+
+IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
+
+
+def settings_of(folder) -> dict:
+    return recorded_run(folder)["settings"]
+
+
+def with_base(run, copy, base):
+    """A copy of a run whose adapter names another base."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
+    named = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": str(base)}))
+    seal(copy, recorded_run(run))
+    return copy
+
+
+def fails(words: tuple, *command: object, code: int = 2) -> None:
+    """The command ends with `code` and `words` on stderr."""
+    found, _, err = call(*command)
+    assert found == code and not [word for word in words if str(word) not in err], err
+
+
+def works(*command: object) -> str:
+    """What the command prints on stderr."""
+    code, _, err = call(*command)
+    assert code == 0, err
+    return err
+
+
+# --- another base ---
+
+
+@fault("R7.wrong_base")
+def test_resume(finished, other_base, tiny_runs, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    trainer = tiny_runs.trainer(run, model=str(other_base), max_steps=3)
+    with told(ValueError, "base_sha256: the base model has other weights", "output_dir", "allow_other_settings"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 0
+
+
+@fault("R7.wrong_base", recovered=True)
+def test_resume_on_the_same_base_in_another_folder(finished, tiny_runs, tmp_path):
+    run, moved = shutil.copytree(finished, tmp_path / "run"), shutil.copytree(tiny_runs.model, tmp_path / "moved")
+    trainer = tiny_runs.trainer(run, model=str(moved), max_steps=3)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+
+
+@fault("R7.wrong_base", recovered=True)
+def test_a_base_that_is_computed_with_in_another_way(tiny_runs, tmp_path):
+    """The same weights, and no seal next to them."""
+    base = shutil.copytree(tiny_runs.model, tmp_path / "base")
+    own = {"model": str(base)}
+    tiny_runs.command(tmp_path / "run", max_steps=1, **own)
+    before = (base / "config.json").read_text()
+    (base / "config.json").write_text(json.dumps({**json.loads(before), "rms_norm_eps": 1e-3}))
+    line = "base_config.rms_norm_eps: not set then, 0.001 now"
+    with told(ValueError, str(tmp_path / "run"), line, "allow_other_settings=True"):
+        tiny_runs.command(tmp_path / "run", **own)
+    with told(ValueError, str(base), line, "--base-model", "--allow-other-base"):
+        load_policy(tmp_path / "run")
+    assert load_policy(tmp_path / "run", allow_other_base=True).settings["changed"] == [line]
+    (base / "config.json").write_text(before)
+    assert "changed" not in load_policy(tmp_path / "run").settings
+    assert tiny_runs.command(tmp_path / "run", **own).state.global_step == 2
+
+
+@fault("R7.wrong_base")
+@pytest.mark.parametrize("form", ["bf16", "nvfp4", "base"])
+def test_merge(finished, other_base, tiny_runs, tmp_path, form):
+    words = (other_base, tiny_runs.model, "other weights", "--base-model", "--allow-other-base")
+    fails(words, "merge", finished, tmp_path / "out", "--as", form, "--base-model", other_base)
+    assert not (tmp_path / "out").exists()
+
+
+def test_merge_records_the_base_and_what_was_allowed(finished, other_base, tmp_path):
+    works("merge", finished, tmp_path / "out")
+    then = recorded_run(finished)["base_sha256"]
+    assert settings_of(tmp_path / "out")["base_sha256"] == then and "changed" not in settings_of(tmp_path / "out")
+    works("merge", finished, tmp_path / "other", "--base-model", other_base, "--allow-other-base")
+    now = settings_of(tmp_path / "other")["base_sha256"]
+    assert now != then
+    assert settings_of(tmp_path / "other")["changed"] == [f"base_sha256: trained on {then[:12]}, built on {now[:12]}"]
+
+
+@pytest.fixture
+def problems(tmp_path):
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    return "--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json"
+
+
+@fault("R7.wrong_base")
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_eval(finished, other_base, problems, tmp_path, monkeypatch, engine):
+    monkeypatch.setattr(evaluation, "vllm_engine", None)  # refused before one starts
+    run = with_base(finished, tmp_path / "run", other_base)
+    fails(("other weights",), "eval", run, *problems, "--engine", engine)
+    assert not (tmp_path / "eval.json").exists()
+
+
+@fault("R7.wrong_base", recovered=True)
+@pytest.mark.parametrize("by", ["folder", "Hub id"])
+def test_an_adapter_that_is_loaded_by_hand(by, finished, other_base, tiny_runs, tmp_path, monkeypatch):
+    run = shutil.copytree(finished, tmp_path / "run")
+    name, folder = str(run), run
+    if by == "Hub id":
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        name, folder = "someone/adapter", in_hub_cache(tmp_path / "hub", "someone/adapter", "a" * 40, finished)
+
+    def load(base, **options):
+        qerl_trl.load_adapter(qerl_trl.from_pretrained(base, dtype=torch.float32), name, **options)
+
+    with told(ValueError, name, "a base with other weights", "allow_other_base=True"):
+        load(other_base)
+    load(other_base, allow_other_base=True)
+    load(tiny_runs.model)
+    flip_a_bit(folder / WEIGHTS)
+    with told(ValueError, f"{name} is not as it was sealed", WEIGHTS, "download it again"):
+        load(tiny_runs.model)
+
+
+# --- a base of another revision ---
+
+
+@pytest.fixture
+def moved_on(tiny_runs, tmp_path, monkeypatch):
+    """(run, commit): trained on someone/base at `commit`, which then got another commit of the same shapes."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    in_hub_cache(tmp_path / "hub", "someone/base", "a" * 40, tiny_runs.model)
+    tiny_runs.command(tmp_path / "run", model="someone/base", max_steps=1)
+    make_tiny_model("qwen2", seed=1).save_pretrained(tmp_path / "newer")
+    in_hub_cache(tmp_path / "hub", "someone/base", "b" * 40, tmp_path / "newer")
+    return tmp_path / "run", "a" * 40
+
+
+@fault("R7.wrong_base", recovered=True)
+def test_the_revision_that_was_trained_on_is_merged_and_named(moved_on, server, tiny_runs, tmp_path, monkeypatch):
+    run, commit = moved_on
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    words = (f"someone/base at revision {commit[:12]}", "--allow-other-base")
+    fails(words, "merge", run, tmp_path / "merged", "--base-model", tmp_path / "newer")
+    assert not (tmp_path / "merged").exists() and recorded_run(run)["base_revision"] == commit
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        works("merge", run, tmp_path / "merged")
+    name = "model.embed_tokens.weight"
+    assert torch.equal(load_file(tmp_path / "merged" / FILE)[name], load_file(f"{tiny_runs.model}/{FILE}")[name])
+    then = recorded_run(run)["base_sha256"]
+    merged = settings_of(tmp_path / "merged")
+    assert (merged["base_revision"], merged["base_sha256"]) == (commit, then)
+    works("push", "adapter", run, REPO)
+    config = json.loads(server.repos[REPO]["files"]["adapter_config.json"])
+    assert (config["base_model_name_or_path"], config["revision"]) == ("someone/base", commit)
+    assert f"| revision `{commit}`, fingerprint `{then[:16]}` |" in server.text(REPO)["README.md"]
+
+
+# --- a base that was quantized on disk ---
+
+
+@fault("R7.wrong_base")
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])  # with tied embeddings and without
+def test_a_base_quantized_on_disk_records_which_it_is(kind, tiny_model_dir, tmp_path):
+    """The fingerprint of what will be loaded, from the pieces that are written."""
+    for _ in range(2):  # finished, it is recognized
+        quantize_folder(tiny_model_dir(kind), tmp_path / "base", max_shard_bytes=60_000)
+    loaded = qerl_trl.from_pretrained(tiny_model_dir(kind), NVFP4Config())
+    assert settings_of(tmp_path / "base")["base_sha256"] == base_sha256(loaded)
+
+
+@fault("R7.wrong_base")
+def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny_runs, server, tmp_path):
+    """Named by the push, or before that by the export."""
+    quantize_folder(other_base, tmp_path / "base")
+    hub.push_folder(tmp_path / "base", "someone/quantized")
+    words = ("someone/quantized holds a base with other weights", "--allow-other-base")
+    fails(words, "push", "adapter", finished, REPO, "--base-model", "someone/quantized")
+    trainer = tiny_runs.trainer(tmp_path / "run")
+    trainer.save_adapter(tmp_path / "adapter", base_model="someone/quantized")
+    fails(words, "push", "adapter", tmp_path / "adapter", REPO)
+    assert REPO not in server.repos
+    err = works("push", "adapter", tmp_path / "adapter", REPO, "--allow-other-base")
+    assert "It is named all the same, as allowed" in err and WEIGHTS in server.repos[REPO]["files"]
+
+
+# --- a merge without effect, and one that is done twice ---
+
+
+@fault("R7.merge_without_effect")
+def test_a_change_that_four_bits_lose_is_not_published_as_a_model(tiny_model_dir, tiny_tokenizer, tmp_path):
+    policy = tiny_policy(tiny_model_dir("qwen2"), dtype="bfloat16", size=0.0005)
+    recorded = {"base_format": "nvfp4", "model": str(tiny_model_dir("qwen2"))}
+    export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, recorded), tmp_path / "run")
+    words = ("of the adapter's change survives", "--force", "Publish the adapter")
+    fails(words, "merge", tmp_path / "run", tmp_path / "out", "--as", "nvfp4")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("R7.merged_twice")
+def test_an_adapter_on_a_model_that_has_it(finished, tmp_path):
+    works("merge", finished, tmp_path / "merged")
+    fails(("other weights", "--base-model"), "merge", finished, tmp_path / "twice", "--base-model", tmp_path / "merged")
+    assert not (tmp_path / "twice").exists()
+
+
+@fault("R7.merged_twice", recovered=True)
+def test_a_live_model_that_is_merged(tiny_runs, tmp_path):
+    trainer = tiny_runs.command(tmp_path / "run", max_steps=1)
+    trainer.save_merged(tmp_path / "before")
+    run = contents(tmp_path / "run")
+    trainer.model.merge_adapter()
+    with told(RuntimeError, "adapter is merged into the model already", "unmerge_adapter()"):
+        trainer.save_merged(tmp_path / "merged")
+    assert not (tmp_path / "merged").exists() and contents(tmp_path / "run") == run
+    trainer.model.unmerge_adapter()
+    trainer.save_merged(tmp_path / "merged")  # the packed base is back, bit for bit
+    assert (tmp_path / "before" / FILE).read_bytes() == (tmp_path / "merged" / FILE).read_bytes()
+
+
+BF16 = {"base_format": "bf16", "model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 0.05}
+
+
+class MergesOnce(TrainerCallback):
+    """As somebody does to look at the merged model in the middle of a run."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            model.merge_adapter()
+            model.unmerge_adapter()
+
+
+@fault("R7.merged_twice", recovered=True)
+def test_a_base_that_drifts_while_it_is_trained_on_is_not_saved_as_the_runs(tiny_runs, tmp_path):
+    """In 16 bits the weights do not come back."""
+    trainer = tiny_runs.trainer(tmp_path / "run", max_steps=3, **BF16)
+    trainer.add_callback(MergesOnce())
+    with told(RuntimeError, "frozen base has other weights", "save_adapter", "resume from the last checkpoint"):
+        trainer.train()
+    with told(RuntimeError, "frozen base has other weights", "save_adapter"):
+        trainer.save_model()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert tiny_runs.command(tmp_path / "run", max_steps=3, **BF16)._resumed.global_step == 1
+
+
+# --- tied weights ---
+
+
+@fault("R7.tied_weights", recovered=True)
+def test_a_tied_embedding_is_one_matrix_in_the_product(tiny_runs, tmp_path):
+    trainer = tiny_runs.command(tmp_path / "run", max_steps=1)
+    for form in ("bf16", "nvfp4", "base"):
+        works("merge", tmp_path / "run", tmp_path / form, "--as", form, *(["--force"] if form == "nvfp4" else []))
+        assert "lm_head.weight" not in load_file(tmp_path / form / FILE)
+        assert json.loads((tmp_path / form / "config.json").read_text())["tie_word_embeddings"] is True
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32)
+    assert merged.lm_head.weight.data_ptr() == merged.model.embed_tokens.weight.data_ptr()
+    with torch.no_grad():
+        expected = trainer.model.eval()(IDS).logits
+        assert (merged.eval()(IDS).logits - expected).abs().max() < 0.02 * expected.std()  # bf16 rounding
+
+
+# --- a base that only this machine has ---
+
+
+@fault("R7.local_base_pushed")
+def test_an_adapter_of_a_local_base(finished, tiny_runs, server, tmp_path):
+    words = (tiny_runs.model, "only this machine has", "--base-model")
+    fails(words, "push", "adapter", finished, REPO)
+    with told(ValueError, "only this machine has", "hub_base_model"):
+        tiny_runs.trainer(tmp_path / "run").push_to_hub()
+    assert server.requests == [] and server.repos == {}
+
+
+@fault("R7.local_base_pushed", recovered=True)
+@fault("R7.merged_twice")
+def test_the_base_that_is_named_instead_is_compared(finished, server, tmp_path):
+    for name, form in (("tester/own", "base"), ("tester/merge", "merged")):
+        works("merge", finished, tmp_path / form, "--as", "base" if form == "base" else "bf16")
+        works("push", form, tmp_path / form, name)
+    push = ("push", "adapter", finished)
+    works(*push, REPO, "--base-model", "tester/own")
+    assert json.loads(server.repos[REPO]["files"]["adapter_config.json"])["base_model_name_or_path"] == "tester/own"
+    other = json.loads(server.repos["tester/own"]["files"][MANIFEST_NAME])
+    other["run"]["settings"]["base_sha256"] = "0" * 64
+    server.put("tester/other", **{MANIFEST_NAME: json.dumps(manifest(other["files"], other["run"])).encode()})
+    words = ("tester/other holds a base with other weights", "--allow-other-base")
+    fails(words, *push, "tester/adapter", "--base-model", "tester/other")
+    fails(("tester/merge holds a merged model", "--as base"), *push, "tester/adapter", "--base-model", "tester/merge")
+    assert "tester/adapter" not in server.repos
+    works(*push, "tester/adapter", "--base-model", "tester/merge", "--allow-other-base")

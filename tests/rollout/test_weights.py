@@ -1,0 +1,96 @@
+"""An update as bytes, memory that two processes share, and checksums of weights."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_trl.rollout.engine import AdapterTensors, Update
+from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum, checksum_of
+
+CPU = torch.device("cpu")
+
+
+def update():
+    adapter = {
+        "model.layers.0.mlp.up_proj": AdapterTensors(torch.randn(3, 8), torch.randn(5, 3), 3.0),
+        "model.layers.0.mlp.down_proj": AdapterTensors(torch.randn(3, 5), torch.randn(8, 3), 0.5),
+    }
+    return adapter, {"model.norm": torch.randn(7)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_comes_back(dtype):
+    adapter, norms = update()
+    layout = UpdateLayout.of(Update(adapter, norms), dtype)
+    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(Update(adapter, norms), flat)
+    parsed = UpdateLayout.parse(layout.text)
+    assert parsed == layout and parsed.nbytes == layout.nbytes and UpdateLayout.parse(layout.text) is parsed
+    found, found_norms = parsed.unpack(flat)
+    assert list(found) == list(adapter) and found_norms.keys() == norms.keys()
+    for name, tensors in adapter.items():
+        assert torch.equal(found[name].a, tensors.a.to(dtype)) and found[name].scaling == 1.0
+        assert torch.equal(found[name].b, (tensors.b * tensors.scaling).to(dtype))
+    assert torch.equal(found_norms["model.norm"], norms["model.norm"])
+
+
+def test_any_changed_byte_changes_the_checksum():
+    flat = torch.randint(0, 256, (3 * 2**16,), dtype=torch.uint8)
+    before = checksum_of(flat)
+    for place in (0, 70_000, 3 * 2**16 - 1):
+        flat[place] ^= 1
+        assert checksum_of(flat) != before
+        flat[place] ^= 1
+    blocks = flat.view(3, -1)
+    assert checksum_of(flat) == before != checksum_of(blocks[[1, 0, 2]].reshape(-1))
+
+
+def total_of(name: str) -> int:
+    return int(SharedMemory(4096, CPU, name).data[100:].sum())
+
+
+def test_another_process_of_this_user_sees_what_is_written():
+    memory = SharedMemory(4096, CPU)
+    path = Path("/dev/shm", memory.name)
+    assert path.stat().st_mode & 0o777 == 0o600 and SharedMemory.is_here(memory.name)
+    memory.data[100:] = 3
+    with multiprocessing.get_context("fork").Pool(1) as other:
+        assert other.apply(total_of, (memory.name,)) == 3 * 3996
+    assert path.exists()  # the other process has not removed it
+    del memory
+    assert not path.exists()
+
+
+def test_only_memory_of_an_update_is_opened():
+    memory = SharedMemory(4096, CPU)
+    assert not SharedMemory.is_here(f"qerl-{'0' * 32}") and not SharedMemory.is_here("")
+    for name, size in (("../etc/passwd", 4096), (f"qerl-{'0' * 32}", 4096), (memory.name, 8192)):
+        with pytest.raises((ValueError, OSError)):
+            SharedMemory(size, CPU, name)
+
+
+def test_too_little_memory_is_an_error_at_once():
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(OSError):
+        SharedMemory(2**50, CPU)
+    assert not {name for name in os.listdir("/dev/shm") if name.startswith("qerl-")} - before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_checksums_of_shards_add_up(dtype):
+    torch.manual_seed(0)
+    tensor = torch.randint(0, 200, (64, 32)).to(dtype) / (1 if dtype == torch.uint8 else 7)
+    tensor = tensor.to(dtype)
+    whole = checksum(tensor)
+    assert len(whole) == tensor.element_size()
+    rows = [checksum(tensor[i : i + 16]) for i in range(0, 64, 16)]
+    columns = [checksum(tensor[:, i : i + 8]) for i in range(0, 32, 8)]
+    assert whole == [sum(parts) for parts in zip(*rows, strict=True)]
+    assert whole == [sum(parts) for parts in zip(*columns, strict=True)]
+    padded = torch.cat([tensor, torch.zeros_like(tensor)])
+    assert checksum(padded) == whole
+    tensor[3, 3] += 1
+    assert checksum(tensor) != whole
