@@ -157,7 +157,7 @@ def test_a_disagreement_at_start_ends_no_run_unless_asked(engine_trainer, caplog
     with caplog.at_level("WARNING"):
         trainer = train(engine_trainer(engine=Shifted, rollout_probe=mode, rollout_mismatch_threshold=None))
     assert trainer.state.global_step == 2
-    assert caplog.text.count("vLLM and the trainer disagree, clean log-probabilities differ") == (mode == "warn")
+    assert caplog.text.count("Rollout probe: vLLM and the trainer disagree") == (mode == "warn")
     assert (trainer.vllm_generation.probe_result is None) == (mode != "warn")
 
 

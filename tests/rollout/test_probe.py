@@ -188,7 +188,8 @@ def test_prompts_are_those_of_the_run_from_where_they_differ():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("packed", [True, False], ids=["nvfp4", "dense"])
 def test_the_other_arithmetic_is_float32_of_the_same_model(dense, packed, dtype, autocast):
-    """In it a model in 16 bits computes what its own float32 copy computes, also after Accelerate has prepared it for training."""
+    """In it a model in 16 bits computes what its own float32 copy computes, also after Accelerate has prepared it for
+    training."""
     model = (quantized(dense) if packed else copy.deepcopy(dense)).eval()
     if autocast:
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
