@@ -113,10 +113,8 @@ def write(checks: dict[str, dict[str, Any]]) -> None:
         cells = line[0].strip("|").split("|")[:4]
         name = cells[0].strip().strip("`")
         module, _, function = name.rpartition(".")  # a method's row may leave its class out
-        of_it = (
-            found for key, found in checks.items() if key.startswith(f"{module}.") and key.endswith(f".{function}")
-        )
-        one = checks.get(name) or next(of_it, None)
+        of_it = [key for key in checks if key.startswith(f"{module}.") and key.endswith(f".{function}")]
+        one = checks.get(name) or (checks[of_it[0]] if of_it else None)
         last = ("ms", "healthy run") if name == "check" else (f"{one['ms']:.1f}", one["in"][0]) if one else ("-", "-")
         last = ("---:", "---") if name.startswith("---") else last
         return f"|{'|'.join(cells)}|{'|'.join(f' {cell} ' if '---' not in cell else cell for cell in last)}|"

@@ -24,16 +24,7 @@ RESULT = Path(__file__).parent / "results/probe_separation.json"
 #: healthy probes, probes of each fault of the adapter, and of noise, before training and after it; of an unquantized engine before it
 SETS, FAULT_SETS, NOISE_SETS, UNQUANTIZED_SETS = 8, 2, 4, 14
 #: a result that is not of a real engine is not looked at
-FAULTS = (
-    "lost",
-    "halved",
-    "doubled",
-    "half of the layers",
-    "MLPs lost",
-    "k and v exchanged",
-    "noise lost",
-    "unquantized",
-)
+FAULTS = "lost,halved,doubled,half of the layers,MLPs lost,k and v exchanged,noise lost,unquantized".split(",")
 
 
 def change_of(fault: str):
@@ -257,14 +248,8 @@ def table(engines: list[dict[str, Any]], of: Any = lambda record: True) -> list[
             margins = {"base": min(base, default=None), "adapter or noise": None}
         else:
             margins = {"base": None, "adapter or noise": min(changed, default=None)}
-        rows.append(
-            {
-                "fault": fault or "healthy",
-                "engines": sum(any(r["fault"] == fault for r in e["records"]) for e in engines),
-            }
-            | counts
-            | {"margins": margins}
-        )
+        having = sum(any(record["fault"] == fault for record in engine["records"]) for engine in engines)
+        rows.append({"fault": fault or "healthy", "engines": having} | counts | {"margins": margins})
     return rows
 
 
@@ -275,11 +260,8 @@ def markdown() -> str:
         "| engine | engines | probes | passed | undecided | refused | smallest margin before training | after updates |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    before, after = (
-        table(engines, lambda record: not record["updates"]),
-        table(engines, lambda record: record["updates"]),
-    )
-    for row, *halves in zip(table(engines), before, after, strict=True):
+    halves_of = (lambda record: not record["updates"], lambda record: record["updates"])
+    for row, *halves in zip(table(engines), *(table(engines, of) for of in halves_of), strict=True):
         counts = [row[name] for name in ("passed", "undecided", "refused")]
         margins = [min(filter(None, half["margins"].values()), default=None) for half in halves]
         shown = [row["fault"], row["engines"], sum(counts), *counts, *(f"{m:.1f}" if m else "-" for m in margins)]
@@ -301,9 +283,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the model in the records; its folder's by default")
     parser.add_argument("--arm", default="nvfp4", choices=("nvfp4", "bf16"))
     parser.add_argument("--noise", action="store_true")
-    parser.add_argument(
-        "--unquantized", action="store_true", help="the engine has the weights that the base was quantized from"
-    )
+    parser.add_argument("--unquantized", action="store_true", help="the engine's weights are those before quantizing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--out", type=Path)

@@ -75,9 +75,6 @@ KL, SAME_GREEDY = 0.02, 0.9
 PROBLEMS, NEW_TOKENS = 4, 64
 
 
-# --- one process each: the policy's answers, and what a stock library makes of them ------------------------------------------------------
-
-
 def scored(model: Any, reference: dict[str, Any]) -> Any:
     """Log-probabilities of the whole vocabulary at the tokens of the policy's answers, (T, V)."""
     import torch
@@ -104,9 +101,8 @@ def refer(file: str, run: str, task: str) -> None:
         text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = torch.tensor([prompt], device=device)
-        output = policy.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
-        )
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+        output = policy.model.generate(ids, **given)
         found["prompts"].append(prompt)
         found["answers"].append(output[0, len(prompt) :].tolist())
     found |= {"logps": scored(policy.model, found), "dtype": policy.settings["dtype"]}
@@ -139,9 +135,6 @@ def reload(file: str, base: str, adapter: str | None = None) -> None:
     found = distance(reference, scored(model.eval(), reference))
     assert "qerl_trl" not in sys.modules, "this is to be read without qerl-trl"
     print(json.dumps(found))
-
-
-# --- a run -------------------------------------------------------------------------------------------------------------------------------
 
 
 def words(options: dict[str, Any]) -> list[str]:
@@ -194,9 +187,8 @@ class Bench:
             others = [one for one in self.record["runs"] if (one["model"], one["run"]) != (row["model"], row["run"])]
             self.record["runs"] = [*others, row]
             common.save(self.record, self.options.out)
-            self.options.out.with_suffix(".log").write_text(
-                "\n".join(f"===== {name} =====\n{text}" for name, text in self.logs.items()) + "\n"
-            )
+            logs = "\n".join(f"===== {name} =====\n{text}" for name, text in self.logs.items())
+            self.options.out.with_suffix(".log").write_text(f"{logs}\n")
 
 
 class Run:
@@ -211,19 +203,11 @@ class Run:
         from qerl_trl.tasks.arms import ARMS
 
         options = self.bench.options
-        given = {"model_name_or_path": self.model, "task": options.task, "output_dir": self.place / folder} | ARMS[
-            RUNS[self.run]
-        ]
+        given = {"model_name_or_path": self.model, "task": options.task, "output_dir": self.place / folder}
+        given |= ARMS[RUNS[self.run]] | (ON_CPU if options.cpu else SETTINGS)
         start = ["accelerate", "launch", *(["--cpu"] if options.cpu else []), "examples/grpo_gsm8k.py"]
         recipe = "examples/configs/embedded.yaml" if options.cpu else RECIPE
-        return [
-            *start,
-            "--config",
-            recipe,
-            *words(given | (ON_CPU if options.cpu else SETTINGS)),
-            *last,
-            *options.extra,
-        ]
+        return [*start, "--config", recipe, *words(given), *last, *options.extra]
 
     def train(self) -> None:
         shown, last, server = {}, [], None
@@ -276,12 +260,8 @@ class Run:
         if not self.row["trained"]:
             self.row["last_lines"] = lines[-25:]
         self.bench.keep(self.row, lines)
-        print(
-            self.name,
-            self.run,
-            {k: self.row.get(k) for k in ("trained", "seconds", "first_step_s", "seconds_per_step")},
-            flush=True,
-        )
+        shown_last = {name: self.row.get(name) for name in ("trained", "seconds", "first_step_s", "seconds_per_step")}
+        print(self.name, self.run, shown_last, flush=True)
 
     def server(self) -> tuple[subprocess.Popen, str]:
         """A server for this run, started with what the trainer that finds none prints."""
@@ -303,10 +283,8 @@ class Run:
         except RuntimeError:
             common.end(server.pid)
             raise
-        self.row |= {
-            "server_command": f"{printed} {shlex.join(room)}",
-            "server_ready_s": round(time.perf_counter() - began, 1),
-        }
+        ready = round(time.perf_counter() - began, 1)
+        self.row |= {"server_command": f"{printed} {shlex.join(room)}", "server_ready_s": ready}
         return server, url
 
     def products(self) -> None:
@@ -314,18 +292,10 @@ class Run:
         from tests.hub_server import TOKEN, StandInHub
 
         hub, made = StandInHub(), self.row.setdefault("products", {})
-        packed, folder, device = (
-            self.run.startswith(("nvfp4", "server")),
-            self.place / "run",
-            ["--device", "cpu" if self.bench.options.cpu else "cuda"],
-        )
-        online = {
-            "HF_ENDPOINT": hub.endpoint,
-            "HF_TOKEN": TOKEN,
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HOME": str(self.place / "hub"),
-        }
+        packed, folder = self.run.startswith(("nvfp4", "server")), self.place / "run"
+        device = ["--device", "cpu" if self.bench.options.cpu else "cuda"]
+        online = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(self.place / "hub")}
+        online |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         reference, task = str(self.place / "reference.pt"), self.bench.options.task
         repo = "tester/" + re.sub(r"\W+", "-", f"{self.name.rpartition('/')[2]}-{self.run}").lower()
         small = [file for file in Path(self.model).iterdir() if file.is_file() and file.stat().st_size < 2**24]

@@ -126,8 +126,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def probe_noise(self) -> None:
         """Compare them under noise. Call it in every process, once `trainer.aqn` knows the norms. Raises
         [`RolloutError`] with `rollout_probe="refuse"`, `ValueError` if a norm of the engine cannot carry noise."""
-        if self.waits or self.probe_result is None:
-            return  # `start` calls it later, or the probe is off
+        if self.waits or self.probe_result is None or self.probe_result.fault:
+            return  # `start` calls it later, the probe is off, or it has found a fault
         self.engine.wake()
         same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # no load since
         known, under = (self._clean if same else None), self.trainer.aqn.under
