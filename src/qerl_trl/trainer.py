@@ -193,9 +193,10 @@ class QeRLMixin(SavingMixin):
         used = self.use_vllm
         with self.rescue.around():
             try:
+                self._passes.scoring = True
                 output = super()._generate_and_score_completions(inputs)
             finally:
-                self.use_vllm = used  # `mismatch.with_logps` may set it
+                self._passes.scoring, self.use_vllm = False, used  # `mismatch.with_logps` may set `use_vllm`
             if self.model.training:
                 self._monitor.scored(self, self._rewards)
             self._passes.scored(output)

@@ -379,6 +379,21 @@ def test_engine_is_told_to_be_clean_in_evaluation(trainer_for):
     assert set(draws) == {(True, 0.05), (False, 0.0)}
 
 
+def test_a_rollout_in_a_rollout_and_one_that_fails_leave_no_draw(trainer_for, monkeypatch):
+    callback = AQNCallback("constant", sigma_start=0.05)
+    callback.engine = True
+    trainer_for(callback)
+    with callback.generation() as draw, callback.generation():
+        assert draw.sigma == 0  # outside a step
+    callback.engine, failed = False, torch.OutOfMemoryError("noise")
+    monkeypatch.setattr(callback, "_training", lambda: True)
+    monkeypatch.setattr(callback, "_new_draw", lambda: NoiseDraw(0.05, 1, 0, 0))
+    monkeypatch.setattr(callback, "_attached", lambda: SimpleNamespace(enter=lambda: (_ for _ in ()).throw(failed)))
+    with pytest.raises(torch.OutOfMemoryError), callback.generation():
+        pass
+    assert callback.draw is None
+
+
 def test_rollout_that_bypasses_the_model_is_an_error(trainer_for):
     class Elsewhere(Bracketing):
         def _generate(self, prompts):

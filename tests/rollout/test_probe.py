@@ -209,6 +209,20 @@ def test_the_other_arithmetic_is_float32_of_the_same_model(dense, packed, dtype,
     assert (other - reference).abs().max() < 1e-2 * (plain - reference).abs().max()
 
 
+def test_the_other_arithmetic_of_float32_weights_under_accelerates_autocast(dense):
+    """What the trainer rounds to 16 bits, it rounds; float32 does not."""
+    model = copy.deepcopy(dense).eval().float()
+    ids = torch.randint(0, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        reference = model(input_ids=ids).logits
+        model._original_forward = model.forward  # as Accelerate leaves it
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        plain = model(input_ids=ids).logits.float()
+        with other_arithmetic(model, torch.bfloat16):
+            other = model(input_ids=ids).logits.float()
+    assert (other - reference).abs().max() < 1e-2 * (plain - reference).abs().max()
+
+
 def run_noise(policy, fault=None) -> probing.ProbeResult:
     """Noise on the norms of a `Faulty`, after `fault` has changed {name: noise}; the probe."""
     engine, norms = Faulty(policy), find_noisy_norms(policy)

@@ -192,16 +192,17 @@ class AQNCallback(TrainerCallback):
         self.explicit, self._ran = True, False
         training = self._training()
         step = self._state.global_step if self._state is not None else 0
-        self.draw = self._new_draw() if training else NoiseDraw(0.0, self._seed, step, 0)
-        noise = self._attached() if training and not self.engine else None
-        if noise is not None:
-            noise.enter()
+        draw = self.draw = self._new_draw() if training else NoiseDraw(0.0, self._seed, step, 0)
+        noise = None
         try:
-            yield self.draw
-            noisy = self.draw.sigma > 0
+            if training and not self.engine:
+                self._attached().enter()
+                noise = self._attached()
+            yield draw
+            noisy = draw.sigma > 0
             ran = noise is None or (noise.landed if noisy else self._ran or not self.schedule.ever_noisy)
             if not ran:
-                drawn = f"Noise of sigma {self.draw.sigma:g} was drawn" if noisy else "Noise is to come"
+                drawn = f"Noise of sigma {draw.sigma:g} was drawn" if noisy else "Noise is to come"
                 raise RuntimeError(
                     f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or "
                     "engine generated. Sample from trainer.model (in rollout_func), pass aqn=False, or set "

@@ -71,7 +71,8 @@ def _digest(names: list[str], tensors: list[torch.Tensor]) -> str:
 
 
 def word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """`bits`, faster on a CPU: sums 8-byte words if aligned, since widening takes most of PyTorch's time."""
+    """Like `bits`, a sum that changes with the content: of 8-byte words on a CPU, without widening. Another number
+    than `bits`: compare only sums of the same tensor on the same device."""
     tensor = tensor.detach()
     start = tensor.storage_offset() * tensor.element_size()
     if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes % 8 == start % 8 == 0:

@@ -49,6 +49,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
     """Generation in vLLM for a QeRL trainer: TRL's `VLLMGeneration` with an extra argument `trainer`."""
 
     engine: Engine
+    noise_result: ProbeResult | None
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self.trainer = trainer
@@ -113,7 +114,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def run_probe(self) -> None:
         """Compare the engine with the trainer (probe.py). Call it in every process.
         Raises [`RolloutError`] with `rollout_probe="refuse"`."""
-        self.probe_result, self._clean = None, None
+        self.probe_result, self.noise_result, self._clean = None, None, None
         if self.trainer.args.rollout_probe == "off":
             return
         prompts = run_prompts(self.trainer, self.processing_class, self.max_model_length)
@@ -124,16 +125,16 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._report(self.probe_result, "Rollout probe")
 
     def probe_noise(self) -> None:
-        """Compare them under noise. Call it in every process, once `trainer.aqn` knows the norms. Raises
-        [`RolloutError`] with `rollout_probe="refuse"`, `ValueError` if a norm of the engine cannot carry noise."""
+        """Compare under noise, unless they differ without it. Call it in every process, once `trainer.aqn` knows the
+        norms. Raises [`RolloutError`] with `rollout_probe="refuse"`, `ValueError` if a norm cannot carry noise."""
         if self.waits or self.probe_result is None or self.probe_result.fault:
             return  # `start` calls it later, the probe is off, or it has found a fault
         self.engine.wake()
         same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # no load since
         known, under = (self._clean if same else None), self.trainer.aqn.under
-        self.noise_result = self._probe.noise(self.sync_noise, under, known)
+        self.noise_result = result = self._probe.noise(self.sync_noise, under, known)
         self._check()
-        self._report(self.noise_result, "Noise probe")
+        self._report(result, "Noise probe")
         self.engine.sleep()
 
     def _report(self, result: ProbeResult, name: str, remedy: str = "Use use_vllm=False and report the model") -> None:
@@ -341,16 +342,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 else:
                     self.sync_noise(before or NO_NOISE)
         except failures as error:
-            failed, cause = error, error.__cause__
+            failed = error
             if not isinstance(error, RolloutError):
                 step, what = self.trainer.state.global_step, f"{type(error).__name__}: {error}"
-                failed, cause = (
-                    RolloutError(f"The rollout failed in vLLM ({self.mode} mode) at step {step}: {what}."),
-                    error,
-                )
+                failed = RolloutError(f"The rollout failed in vLLM ({self.mode} mode) at step {step}: {what}.")
             if outer:  # outside the time limit, because a save takes long
                 failed.args = (f"{failed} {self.trainer.rescue()}",)
-            raise failed from cause
+            if failed is error:
+                raise
+            raise failed from error
         finally:
             self._inside = self._inside and not outer
 

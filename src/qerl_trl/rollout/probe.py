@@ -125,7 +125,7 @@ class ProbeResult:
         clean = f"log-probabilities differ by {self.base_difference:.4f} nats (rounding {self.rounding:.4f})"
         if self.kind is None:
             return clean
-        if self.size is None:
+        if self.undecided:
             return f"{clean}; undecided: no probe {self.kind} moves them enough ({self.effect:.4f})"
         return (
             f"{clean}, by {self.difference:.4f} with {self.kind} {self.size:g}, which moves them by {self.effect:.3f}"
@@ -446,10 +446,10 @@ def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output:
 
 @contextlib.contextmanager
 def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Equally valid arithmetic with other rounding: float32 for a model in 16 bits; autocast if only the engine is in
-    16 bits; TF32 operands if neither is."""
-    device = next(model.parameters()).device.type
-    if (own := compute_dtype(model)) == torch.float32 and dtype != own:
+    """Equally valid arithmetic with other rounding: float32 for a model in 16 bits or under Accelerate's autocast;
+    autocast if only the engine is in 16 bits; TF32 operands if neither is."""
+    device, mixed = next(model.parameters()).device.type, hasattr(model, "_original_forward")
+    if (own := compute_dtype(model)) == torch.float32 and dtype != own and not mixed:
         with torch.autocast(device, dtype):
             yield
         return
@@ -462,7 +462,7 @@ def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     try:
         with (
             torch.compiler.set_stance("force_eager"),
-            _Cast(tf32 if own == torch.float32 else torch.Tensor.float, device),
+            _Cast(tf32 if own == torch.float32 and not mixed else torch.Tensor.float, device),
         ):
             yield
     finally:

@@ -298,7 +298,7 @@ def check_disk(args: TrainingArguments, model: nn.Module) -> None:
     Raises:
         `RuntimeError`: there is no room for one checkpoint of this run.
     """
-    if args.should_save and args.output_dir is not None and args.save_strategy != "no":
+    if args.should_save and args.output_dir is not None:
         sizes = model_bytes(model)
         optimizer = optimizer_bytes(str(args.optim), sizes) if seal.can_go_on(args) else 0
         environment.tell(environment.disk(Path(args.output_dir), sizes.trained + optimizer))

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
-from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from ..checkpoint.settings import warn_of_tokens
-from ..model.lora import adapted_layers
-from ..nvfp4.architectures import has_experts
 from ..rollout.sampling import save_generation_config
 from ..support import secrets
 from ..support.trl import OnlineTrainer
@@ -26,13 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
-    """Warn before training if the model's form allows no merged export. The export is planned only if the adapter is on
-    more than linear layers or the model has experts."""
+    """Plan a merged export without writing it, and warn before training if the model's form allows none."""
     if not isinstance(model, PeftModel):
         return
     warn_of_tokens(model, processing_class)
-    if all(isinstance(layer, LoraLinear) for layer in adapted_layers(model).values()) and not has_experts(model.config):
-        return
     from ..publish.load import TrainedPolicy
     from ..publish.merge import entries_of
 

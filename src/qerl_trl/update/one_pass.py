@@ -63,6 +63,8 @@ class OnePass:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._skip = False
+        #: whether TRL generates and scores a rollout now
+        self.scoring = False
         #: the micro-batch whose loss is being computed, until it has its log-probabilities
         self._batch: dict[str, Any] | None = None
         self._seen: list[dict[str, torch.Tensor]] = []
@@ -90,7 +92,7 @@ class OnePass:
         self, compute: Callable[..., tuple], model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple:
         """Replaces TRL's `_get_per_token_logps_and_entropies` (`compute`)."""
-        if self._skip:
+        if self._skip and self.scoring:
             self._skip = False
             tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
             return torch.full((len(input_ids), tokens), math.nan, device=input_ids.device), None, None
@@ -105,7 +107,7 @@ class OnePass:
         later."""
         trainer = self._trainer
         old = rollout.get(_OLD)
-        self._seen, self._skip = [], False
+        self._seen = []
         if not (trainer.model.training and self.holds and _RATIO in rollout and old is not None):
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
             return

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 from vllm.config import VllmConfig
@@ -164,7 +164,8 @@ class RolloutEndpoint:
         elif path == CALL and method in ("POST", "PUT"):
             request = Request(scope, receive)
             try:
-                answer = JSONResponse(await (self._call if method == "POST" else self._take)(request))
+                found = await (self._call if method == "POST" else self._take)(request)
+                answer = Response(json.dumps(found), media_type="application/json")  # with NaN, unlike JSONResponse
             except Exception as error:
                 logger.exception("%s %s failed", method, path)
                 answer = JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
