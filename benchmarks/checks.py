@@ -35,7 +35,7 @@ if os.environ.get("PROFILE_INTO"):
     profile.enable()
 """
 RUN = {
-    "max_steps": 2, "save_steps": 1, "save_total_limit": 2, "num_generations": 4, "per_device_train_batch_size": 4, "eval_problems": 4, "use_vllm": "true",
+    "max_steps": 2, "save_steps": 1, "save_total_limit": 2, "num_generations": 8, "per_device_train_batch_size": 16, "eval_problems": 4, "use_vllm": "true",
     "vllm_mode": "colocate", "vllm_max_model_length": 128, "vllm_gpu_memory_utilization": 0.05,
     "vllm_engine_kwargs": '{"enforce_eager": true, "num_gpu_blocks_override": 256}',
 }  # fmt: skip
