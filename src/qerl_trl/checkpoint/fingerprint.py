@@ -152,7 +152,7 @@ def base_config(model: nn.Module) -> dict[str, Any]:
 
 def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:
     """Also in nested configurations."""
-    default = {} if config.has_no_defaults_at_init else _as_json(type(config)())
+    default = {} if getattr(config, "has_no_defaults_at_init", False) else _as_json(type(config)())
     found: dict[str, Any] = {}
     for name, value in _as_json(config).items():
         inner = getattr(config, name, None)
