@@ -108,3 +108,28 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("vllm") and not has_vllm:
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A stand-in for the Hub, with a token that it takes."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from qerl_trl.publish import hub
+    from tests.hub_server import TOKEN, StandInHub
+
+    stand_in = StandInHub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
+    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
+    template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(hub, "HfApi", lambda token: huggingface_hub.HfApi(endpoint=stand_in.endpoint, token=token))
+    monkeypatch.setattr(hub, "_WAIT_SECONDS", 0.01)
+    huggingface_hub.close_session()
+    yield stand_in
+    huggingface_hub.close_session()
+    stand_in.close()

@@ -16,7 +16,7 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.publish import hub
 from qerl_trl.tasks.run import train_and_measure
 from qerl_trl.tasks.script import Script
-from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
+from tests.publish.test_hub import REPO, no_token_anywhere  # noqa: F401  (a fixture)
 from tests.ranks import on_ranks
 from tests.test_many_ranks import SETTINGS
 from tests.test_sharded import FSDP, as_accelerators
@@ -62,7 +62,7 @@ def measured(rank: int, folder: Path, sharded: bool) -> dict:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_only_the_first_process_writes(sharded, server, tmp_path):  # noqa: F811
+def test_only_the_first_process_writes(sharded, server, tmp_path):
     folders = [tmp_path / str(rank) for rank in range(2)]
     for folder in folders:
         folder.mkdir()

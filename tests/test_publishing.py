@@ -16,7 +16,7 @@ from qerl_trl.publish.load import recorded_settings
 from qerl_trl.run import publishing
 from tests.architectures import dense_model
 from tests.hub_server import TOKEN
-from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
+from tests.publish.test_hub import REPO, no_token_anywhere  # noqa: F401  (a fixture)
 from tests.test_trainer import PROMPTS, settings, spread_reward
 from tests.tiny_models import make_tiny_tokenizer
 
@@ -31,7 +31,7 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, trainer_class=QeRLGRP
     )
 
 
-def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer, tmp_path):
     trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, hub_model_id=REPO, hub_token=TOKEN)
     trainer.train()
     with pytest.raises(ValueError, match="nobody could load"):
@@ -65,7 +65,7 @@ def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_what_a_push_says_of_privacy(server, tiny_model_dir, tiny_tokenizer, tmp_path, private):  # noqa: F811
+def test_what_a_push_says_of_privacy(server, tiny_model_dir, tiny_tokenizer, tmp_path, private):
     """Goes before what the arguments say."""
     options = {"hub_model_id": REPO, "hub_token": TOKEN, "hub_private_repo": not private}
     make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, **options).push_to_hub(
@@ -74,7 +74,7 @@ def test_what_a_push_says_of_privacy(server, tiny_model_dir, tiny_tokenizer, tmp
     assert server.repos[REPO]["private"] is private
 
 
-def test_an_rloo_run_is_published_as_one(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+def test_an_rloo_run_is_published_as_one(server, tiny_model_dir, tiny_tokenizer, tmp_path):
     """From the live trainer, and from its checkpoint's files alone."""
     options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, QeRLRLOOTrainer, **options)
@@ -91,7 +91,7 @@ def test_an_rloo_run_is_published_as_one(server, tiny_model_dir, tiny_tokenizer,
     assert "rewards/spread_reward/mean" in texts[0]
 
 
-def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path):
     """`hub_strategy="checkpoint"`: what a resumed run reads goes up, in a folder of its own, and nothing else does."""
     options = {"save_strategy": "steps", "save_steps": 1, "hub_base_model": "someone/base", "save_total_limit": 1}
     pushing = {"push_to_hub": True, "hub_model_id": REPO, "hub_token": TOKEN, "hub_always_push": True}

@@ -15,10 +15,10 @@ from examples.assets import real_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.test_main import call
 from tests.e2e.engine.conftest import slots
 from tests.e2e.engine.engines import free_port
 from tests.e2e.engine.environment import TIMEOUT
+from tests.faults.tiny_runs import call
 from tests.warm import ROOT, run_cold
 
 pytestmark = [

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from qerl_trl import QeRLGRPOTrainer, Script
 from qerl_trl.rollout.sampling import end_tokens, of_the_model_alone, save_generation_config, settle_ends, stored
-from tests.cli.test_main import call
+from tests.faults.tiny_runs import call
 
 ASSETS = Path(__file__).resolve().parents[1] / "examples/assets"
 

@@ -15,7 +15,7 @@ import yaml
 
 from qerl_trl.tasks.grading import function_named
 from qerl_trl.tasks.task import Task
-from tests.cli.test_main import call
+from tests.faults.tiny_runs import call
 from tests.warm import run_cold
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

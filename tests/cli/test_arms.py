@@ -10,7 +10,7 @@ from qerl_trl.cli import train as cli_arms
 from qerl_trl.config import BASE_FORMATS
 from qerl_trl.support import recipes
 from qerl_trl.tasks import arms as comparison
-from tests.cli.test_main import call
+from tests.faults.tiny_runs import call
 
 #: stands in for examples/grpo_gsm8k.py: what it writes depends on arm and seed; it fails where there is a file `broken-<folder>`
 STAND_IN = """

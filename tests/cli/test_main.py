@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
-from typer.testing import CliRunner
 
 from qerl_trl import QeRLConfig
 from qerl_trl.checkpoint import seal
@@ -25,23 +24,12 @@ from qerl_trl.publish import export, hub
 from qerl_trl.publish.export import logits_of
 from qerl_trl.publish.load import TrainedPolicy, load_policy
 from qerl_trl.tasks import evaluation
+from tests.faults.tiny_runs import call
 from tests.publish.test_export import IDS, make_policy
-from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
+from tests.publish.test_hub import REPO
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("quantize", "merge", "push", "train", "arms", "eval", "plan", "tune", "doctor")
-
-
-def call(*arguments):
-    """Run a command in this process through `main`'s error handling; returns (exit code, stdout, stderr)."""
-    outcome = CliRunner().invoke(cli.app, [str(a) for a in arguments])
-    error = outcome.exception
-    if error is None or isinstance(error, SystemExit):
-        return outcome.exit_code, outcome.stdout, outcome.stderr
-    code = cli.exit_code(error)
-    if code is None:
-        raise error
-    return code, outcome.stdout, outcome.stderr + str(error)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +237,7 @@ def test_a_merge_that_keeps_nothing_needs_force(tiny_model_dir, tiny_tokenizer, 
     assert call("merge", tmp_path / "run", tmp_path / "out", "--as", "nvfp4", "--force")[0] == 0
 
 
-def test_push(run, server, tmp_path):  # noqa: F811
+def test_push(run, server, tmp_path):
     folder, _ = run
     code, _, err = call("push", "adapter", folder, REPO)
     assert code == 2 and "--base-model" in err and server.requests == []
@@ -269,7 +257,7 @@ def test_push(run, server, tmp_path):  # noqa: F811
     assert code == 1 and "may not write" in err
 
 
-def test_the_data_are_named_where_an_export_is_pushed(run, server, tmp_path):  # noqa: F811
+def test_the_data_are_named_where_an_export_is_pushed(run, server, tmp_path):
     """`--dataset` was taken for a run's folder alone."""
     assert call("merge", run[0], tmp_path / "merged")[0] == 0
     code, _, err = call("push", "merged", tmp_path / "merged", REPO, "--dataset", "someone/other-data")
@@ -277,7 +265,7 @@ def test_the_data_are_named_where_an_export_is_pushed(run, server, tmp_path):  #
     assert "someone/other-data" in server.text(REPO)["README.md"]
 
 
-def test_push_of_a_plain_checkpoint(tiny_model_dir, server, tmp_path):  # noqa: F811
+def test_push_of_a_plain_checkpoint(tiny_model_dir, server, tmp_path):
     """A checkpoint as Trainer writes it, with files that nobody should publish."""
     policy = make_policy(tiny_model_dir("qwen2"))
     checkpoint_folder = tmp_path / "checkpoint-2"

@@ -7,7 +7,7 @@ import torch
 
 from qerl_trl.cli.plan import numbers_of_tokens
 from qerl_trl.nvfp4 import linear
-from tests.cli.test_main import call
+from tests.faults.tiny_runs import call
 
 qerl_nvfp4 = pytest.importorskip("qerl_nvfp4")
 

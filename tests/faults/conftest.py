@@ -6,34 +6,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from huggingface_hub import constants
 
-from qerl_trl.publish import card, export, hub
+from qerl_trl.publish import card, export
 from qerl_trl.publish.load import TrainedPolicy
 from tests.faults.tiny_runs import EXAMPLE, edit, tiny_policy
-from tests.hub_server import TOKEN, StandInHub
 from tests.rollout.workers import worker_over
-
-
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    """A stand-in for the Hub, with a token that it takes."""
-    stand_in = StandInHub()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
-    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
-    template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
-    monkeypatch.setattr(hub, "HfApi", lambda token: huggingface_hub.HfApi(endpoint=stand_in.endpoint, token=token))
-    monkeypatch.setattr(hub, "_WAIT_SECONDS", 0.01)
-    huggingface_hub.close_session()
-    yield stand_in
-    huggingface_hub.close_session()
-    stand_in.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import logging
 import shutil
 import types
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -15,29 +14,10 @@ from transformers import AutoModelForCausalLM
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import card, export, hub
 from qerl_trl.publish.load import TrainedPolicy
-from tests.hub_server import TOKEN, StandInHub
+from tests.hub_server import TOKEN
 from tests.publish.test_export import make_policy
 
 REPO = "tester/model"
-
-
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    stand_in = StandInHub()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
-    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
-    monkeypatch.setattr(hub, "HfApi", lambda token: huggingface_hub.HfApi(endpoint=stand_in.endpoint, token=token))
-    monkeypatch.setattr(hub, "_WAIT_SECONDS", 0.01)
-    huggingface_hub.close_session()
-    yield stand_in
-    huggingface_hub.close_session()
-    stand_in.close()
 
 
 @pytest.fixture(autouse=True)

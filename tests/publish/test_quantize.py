@@ -22,7 +22,6 @@ from qerl_trl.publish import quantize, write
 from qerl_trl.publish.quantize import quantize_folder
 from tests.hub_server import TOKEN
 from tests.publish.conftest import CODE
-from tests.publish.test_hub import server  # noqa: F401  (a fixture)
 
 IDS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -247,7 +246,7 @@ def test_code_that_stays_with_the_source_is_told(own_code, tmp_path, caplog):
     assert type(loaded).__name__ == "OwnForCausalLM"
 
 
-def test_of_a_model_on_the_hub_the_repository_with_its_code_is_named(own_code, server, tmp_path, monkeypatch, caplog):  # noqa: F811
+def test_of_a_model_on_the_hub_the_repository_with_its_code_is_named(own_code, server, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (own_code / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["tokens_own.Own", None]}})

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer, load_adapter
 from qerl_trl.publish import export
 from qerl_trl.publish.load import check_served_base, load_policy
-from tests.cli.test_main import call
+from tests.faults.tiny_runs import call
 from tests.tiny_models import make_tiny_tokenizer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"say {word}" for word in ("one", "two", "six", "ten")] * 4})

@@ -299,7 +299,9 @@ def warn_of_low_precision(model: nn.Module) -> None:
         logger.warning(
             "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is "
             "trained in float32 (dtype=float32; bf16=True still computes in bf16).",
-            *(len(low), low[0][1], low[0][0]),
+            len(low),
+            low[0][1],
+            low[0][0],
         )
 
 
@@ -310,9 +312,10 @@ def warn_of_dropout(model: nn.Module) -> None:
     """
     config = model.config.get_text_config()  # type: ignore[operator,union-attr]
     fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0}
-    rates = set()
+    rates: set[float] = set()
     for module in model.modules() if fields else ():
-        rates |= {module.p} if isinstance(module, nn.Dropout) else set()
+        if isinstance(module, nn.Dropout):
+            rates.add(module.p)
         # attention modules hold a plain number instead
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
     if fields := {name: rate for name, rate in fields.items() if rate in rates}:
