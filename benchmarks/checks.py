@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What do the checks of CONTRIBUTING.md's table cost, and which of them did a healthy run of a real model pass through?
+"""Milliseconds of the checks in CONTRIBUTING.md's table, and the command of a healthy run that reached each.
 
-    python benchmarks/checks.py            # SmolLM2-135M-Instruct on the CPU: quantize, plan, train, resume, eval, merge; writes the table's columns
-    python benchmarks/checks.py --table    # only writes the columns, from the record
+    python benchmarks/checks.py            # quantize, plan, train, resume, eval and merge SmolLM2-135M on the CPU
+    python benchmarks/checks.py --table    # only write the table's columns, from the record
 
-Every command runs under cProfile. A check's milliseconds are those of its whole function in the command where it took longest, so an upper bound:
-many of these functions do the work, too. "-": no command came by it.
+Commands run under cProfile. `ms`: time in the whole function, in the command where it took longest. This is an upper
+bound, since many functions also do the work. "-": not called by any command.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from common import RESULTS, ROOT
 sys.path.append(str(ROOT))
 OUT = RESULTS / "checks_cpu.json"
 PAGE, PACKAGE = ROOT / "CONTRIBUTING.md", ROOT / "src/qerl_trl"
-#: sitecustomize.py of the commands
+#: sitecustomize.py of the profiled commands
 PROFILED = """
 import atexit, cProfile, os, sys
 if os.environ.get("PROFILE_INTO"):
@@ -35,25 +35,17 @@ if os.environ.get("PROFILE_INTO"):
     profile.enable()
 """
 RUN = {
-    "max_steps": 2, "save_steps": 1, "save_total_limit": 2, "num_generations": 8, "per_device_train_batch_size": 16, "eval_problems": 4, "use_vllm": "true",
-    "vllm_mode": "colocate", "vllm_max_model_length": 128, "vllm_gpu_memory_utilization": 0.05,
-    "vllm_engine_kwargs": '{"enforce_eager": true, "num_gpu_blocks_override": 256}',
+    "max_steps": 2, "save_steps": 1, "save_total_limit": 2, "num_generations": 8, "per_device_train_batch_size": 16,
+    "eval_problems": 4, "use_vllm": "true", "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05,
+    "vllm_max_model_length": 128, "vllm_engine_kwargs": '{"enforce_eager": true, "num_gpu_blocks_override": 256}',
 }  # fmt: skip
 
 
 def commands(model: str, folder: Path) -> dict[str, list[str]]:
     tool, run = ["-m", "qerl_trl.cli.main"], str(folder / "run")
     options = [word for name, value in RUN.items() for word in (f"--{name}", str(value))]
-    train = [
-        "examples/grpo_gsm8k.py",
-        "--config",
-        "smollm2",
-        "--model_name_or_path",
-        model,
-        "--output_dir",
-        run,
-        *options,
-    ]
+    script, options = "examples/grpo_gsm8k.py", ["--model_name_or_path", model, "--output_dir", run, *options]
+    train = [script, "--config", "smollm2", *options]
     return {
         "plan": [*tool, "plan", model, "--card", "cpu", "--prompt-length", "64", "--completion-length", "16"],
         "quantize": [*tool, "quantize", model, str(folder / "nvfp4")],
@@ -66,7 +58,7 @@ def commands(model: str, folder: Path) -> dict[str, list[str]]:
 
 
 def functions() -> dict[tuple[str, int], str]:
-    """(file, line) -> the function's name in the table."""
+    """(file, line) -> name of the function in the table."""
     found: dict[tuple[str, int], str] = {}
 
     def walk(node: ast.AST, name: str, file: Path) -> None:
@@ -98,7 +90,7 @@ def measure() -> dict[str, Any]:
             subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
             for stats in folder.glob(f"{name}.*"):
                 if stats.suffix.lstrip(".").isdigit():
-                    for (file, line, _), (_, _, _, seconds, _) in pstats.Stats(str(stats)).stats.items():  # type: ignore[attr-defined]
+                    for (file, line, _), (_, _, _, seconds, _) in pstats.Stats(str(stats)).stats.items():
                         if (file, line) in names:
                             row = found.setdefault(names[file, line], {"ms": 0.0, "in": []})
                             row["ms"] = max(row["ms"], round(1000 * seconds, 2))
@@ -107,12 +99,12 @@ def measure() -> dict[str, Any]:
 
 
 def write(checks: dict[str, dict[str, Any]]) -> None:
-    """The table's last two columns."""
+    """Write the last two columns of the table."""
 
     def row(line: re.Match[str]) -> str:
         cells = line[0].strip("|").split("|")[:4]
         name = cells[0].strip().strip("`")
-        module, _, function = name.rpartition(".")  # a method's row may leave its class out
+        module, _, function = name.rpartition(".")  # a row may omit the class of a method
         of_it = [key for key in checks if key.startswith(f"{module}.") and key.endswith(f".{function}")]
         one = checks.get(name) or (checks[of_it[0]] if of_it else None)
         last = ("ms", "healthy run") if name == "check" else (f"{one['ms']:.1f}", one["in"][0]) if one else ("-", "-")

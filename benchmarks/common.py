@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: head of a record, processes, rollout servers."""
+"""Shared code of the benchmarks: head of a record, processes, rollout servers."""
 
 import ast
 import contextlib
@@ -22,27 +22,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-#: of every process with an engine in it
+#: environment of a process with an engine
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
-#: a line with which an error ends, of any process
+#: last line of an error, in the output of any process
 _ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?|\(.*?\) )*(?:ERROR .*\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
 
 # --- the head of a record -------------------------------------------------------------------------
 
 
 def command() -> str:
-    """Command line of this process, absolute paths reduced to their names."""
+    """Command line of this process, with absolute paths reduced to file names."""
     script, *words = sys.argv
     names = [Path(word).name if Path(word).is_absolute() else word for word in words]
     return shlex.join(["python", f"benchmarks/{Path(script).name}", *names])
 
 
 def commit(said: str | None = None) -> str | None:
-    """Commit of the code: the option `said`, else BENCH_COMMIT, else git's; None if unknown."""
+    """Commit of the code: the option `said`, BENCH_COMMIT, or git's; None if unknown."""
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     return (
         said
@@ -53,7 +53,7 @@ def commit(said: str | None = None) -> str | None:
 
 
 def machine(device: str) -> str | None:
-    """Digest of the machine's GPUs, eight hex digits; None on a CPU."""
+    """Digest of the machine's GPUs (eight hex digits); None on a CPU."""
     if device.partition(":")[0] != "cuda":
         return None
     import pynvml
@@ -64,7 +64,7 @@ def machine(device: str) -> str | None:
 
 
 def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:
-    """The first fields of a record: `command`, `commit`, `device` (and how many), `machine`, `versions`."""
+    """First fields of a record: `command`, `commit`, `device` (and the number), `machine`, `versions`."""
     import torch
 
     from qerl_trl.checkpoint.records import device_name, versions
@@ -79,7 +79,7 @@ def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]
 
 
 def save(record: Any, path: Path | None) -> None:
-    """Write the record in one move; nothing without a path."""
+    """Write the record atomically; nothing without a path."""
     if path is not None:
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(record, indent=1) + "\n")
@@ -87,7 +87,7 @@ def save(record: Any, path: Path | None) -> None:
 
 
 class Garbage:
-    """Seconds of Python's garbage collector since `seconds` was set to 0."""
+    """Seconds spent in Python's garbage collector since `seconds` was set to 0."""
 
     def __init__(self) -> None:
         self.seconds, self._began = 0.0, 0.0
@@ -104,7 +104,7 @@ class Garbage:
 
 
 def give(row: dict[str, Any]) -> None:
-    """End a worker of `results_of` with its row; vLLM's own shutdown can hang."""
+    """Print the row and exit a worker of `results_of` at once: vLLM's own shutdown can hang."""
     print("\nRESULT " + json.dumps(row), flush=True)
     os._exit(0)
 
@@ -117,13 +117,13 @@ def results_of(
     total: float = math.inf,
     last: float = 0.0,
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Run a process for each name; yield (name, its row, or `failed` and `last_lines`) as they end.
+    """Run one process per name; yield (name, row) as they end. A failed row has `failed` and `last_lines`.
 
     Args:
-        waiting: names; more may be added meanwhile.
+        waiting: names; more may be added during the run.
         start: command and additional environment of a name.
         may: whether a name may start next to the running ones.
-        limit: seconds for one process. total: for all; none starts in the `last` of them.
+        limit: seconds per process. total: for all; none starts in the `last` of them.
     """
     running: dict[Any, tuple[subprocess.Popen, Path, float]] = {}
     logs, begun = Path(tempfile.mkdtemp()), time.monotonic()
@@ -162,8 +162,8 @@ def results_of(
 
 
 def end(pid: int) -> None:
-    """Kill a process, its group and all descendants: torch's launcher gives each of its processes its own session."""
-    import psutil  # which accelerate needs
+    """Kill a process, its group and all descendants: torch's launcher gives each process its own session."""
+    import psutil  # a dependency of accelerate
 
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -176,9 +176,9 @@ def end(pid: int) -> None:
     psutil.wait_procs(family, timeout=10)  # the next run needs their memory
 
 
-#: processes of `watched` that still run
+#: running processes of `watched`
 RUNNING: set[int] = set()
-#: mark of a run -> text of the line at which it is reached
+#: milestone of a run -> text of its log line
 MARKS = {"ready_s": "  versions", "evaluated_s": "Held-out accuracy before", "trained_s": "Held-out accuracy, greedy"}
 
 
@@ -188,14 +188,14 @@ def watched(
     limit: float,
     look: Callable[[str, float], Any] = lambda line, seconds: None,
 ) -> tuple[int, list[str], dict[str, float]]:
-    """Run a process for at most `limit` seconds: exit code, lines, and the second of each of `MARKS`.
+    """Run a process for at most `limit` seconds; return exit code, lines, and seconds at each of `MARKS`.
 
-    `look` gets each line as it comes, with its second.
+    `look` is called with each line and its time in seconds.
     """
     started, marks, lines = time.perf_counter(), dict[str, float](), list[str]()
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True,  # a launcher's child, which is the run, ends with it
+        errors="replace", start_new_session=True,  # so that the launcher's children end too
     )  # fmt: skip
     RUNNING.add(process.pid)
     timer = threading.Timer(limit, end, (process.pid,))
@@ -214,7 +214,7 @@ def watched(
 
 
 def end_all(*_: Any) -> None:
-    """Signal handler: end everything that was started."""
+    """Signal handler: end all started processes."""
     for pid in list(RUNNING):
         end(pid)
     os._exit(1)
@@ -226,48 +226,48 @@ def said_in(log: Path) -> list[str]:
 
 
 def steps_of(log: Path) -> list[dict[str, float]]:
-    """Steps that step.py has printed so far, of all processes."""
+    """Steps printed so far by step.py, of all processes."""
     steps = []
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("step "):
-            with contextlib.suppress(SyntaxError, ValueError):  # a line that is not whole yet
+            with contextlib.suppress(SyntaxError, ValueError):  # incomplete line
                 numbers = ast.literal_eval("{" + line.partition(": {")[2])
                 steps.append({phase: round(seconds, 4) for phase, seconds in numbers.items()})
     return steps
 
 
 def errors_of(lines: list[str]) -> list[str]:
-    """Last lines of errors."""
+    """Last line of each error."""
     return [line for line in lines if _ERROR.match(line)]
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of this host on which nobody listens."""
-    held = [socket.socket() for _ in range(count)]
+    """Different free ports of this host."""
+    sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in held:
+        for one in sockets:
             one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
+        return [one.getsockname()[1] for one in sockets]
     finally:
-        for one in held:
+        for one in sockets:
             one.close()
 
 
 # --- rollout servers ------------------------------------------------------------------------------
 
-#: sequences that a server has CUDA graphs for; by default a thousand, which takes longer to start
+#: sequences with CUDA graphs in a server; vLLM's default of a thousand starts more slowly
 AT_A_TIME = 64
 
 
 def start_server(spec: Any, gpu: str | None, log: Path, *more: str) -> tuple[subprocess.Popen, str]:
-    """Start the server of `spec` with further options; its process and address."""
+    """Start the server of `spec` with further options; return process and address."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     command += [*shlex.split(spec.serve_command())[2:], "--max-num-seqs", str(AT_A_TIME), *more]
     return start(command, gpu, log)
 
 
 def start(command: list[str], gpu: str | None, log: Path, **more: str) -> tuple[subprocess.Popen, str]:
-    """Start a server on a free port, in its own process group, on this GPU. `more`: of its environment."""
+    """Start a server on a free port and this GPU, in a new process group. `more`: environment variables."""
     (port,) = free_ports(1)
     environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}) | more
     with log.open("w") as file:
@@ -279,15 +279,12 @@ def start(command: list[str], gpu: str | None, log: Path, **more: str) -> tuple[
 
 
 def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None:
-    """
-    Raises:
-        `RuntimeError`: the server does not answer.
-    """
+    """Wait for the server; RuntimeError if it does not answer."""
     import requests
 
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(requests.RequestException):  # it does not listen yet
+        with contextlib.suppress(requests.RequestException):  # not listening yet
             if requests.get(url + "/health", timeout=2).status_code == 200:
                 return
         time.sleep(0.5)
@@ -295,7 +292,7 @@ def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None
 
 
 def spec_of(model: str, lora: Any, longest: int) -> Any:
-    """EngineSpec of a trainer with this adapter on this checkpoint."""
+    """EngineSpec of a trainer with this adapter and checkpoint."""
     import torch
     from peft import get_peft_model
 

@@ -1,7 +1,4 @@
-"""Faults of an engine, for probe_separation.py and the tests: the adapter that it computes with, and its weights.
-
-An adapter is {layer: its tensors}.
-"""
+"""Faults of an engine, for probe_separation.py and the tests: a wrong adapter {layer: tensors}, or wrong weights."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +21,7 @@ def exchanged(adapter: dict) -> dict:
 
 
 def serve_unquantized() -> None:
-    """vLLM computes with the bf16 weights that the base was quantized from."""
+    """Let vLLM compute with the bf16 weights of the base before quantization."""
     from qerl_trl.rollout.spec import EngineSpec
     from qerl_trl.rollout.vllm.engine import InProcessEngine
 

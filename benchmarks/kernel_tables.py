@@ -1,4 +1,4 @@
-"""Tables of the kernels: products of a decoder layer relative to cuBLAS bf16."""
+"""Tables of the kernels: speed of a decoder layer's products relative to cuBLAS bf16."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,18 @@ from speed_tables import measured_by, table
 RESULTS = ROOT / "kernels/benchmarks/results"
 KERNELS = RESULTS / "h200.json"
 EVERY_SIZE = RESULTS / "every_size_h200.json"
-#: layers by what ships, per card; a model is in it whole or not at all
+#: layers with the shipped kernels, per card; a model has all sizes or is absent
 LAYERS = {"h200": RESULTS / "layers_h200.json", "h100": RESULTS / "layers_h100.json"}
 FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
-#: numbers of tokens and models in the table of layers
+#: token counts and models in the table of layers
 SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 320, 384, 448, 512)
 MODELS = ("7B", "32B", "Llama-3-8B", "1.5B", "0.5B")
-#: multiprocessors of the cards on which layers were timed, and rank of the adapter in them
+#: multiprocessors of the cards, and rank of the adapter, in the timed layers
 SMS, LORA_RANK = 132, 32
 
 
 def kernels() -> str:
-    """The four products of a decoder layer: microseconds, and cuBLAS bf16's time over ours and Marlin's."""
+    """The four products of a decoder layer: microseconds, and speed relative to cuBLAS bf16 and Marlin."""
     record = json.loads(KERNELS.read_text())
     sums = {(entry["model"], entry["M"]): entry for entry in record["sums"]}
     columns = {"ours + LoRA": "ours_lora_us", "ours": "ours_us", "bf16": "bf16_us", "Marlin": "marlin_us"}
@@ -45,12 +45,12 @@ def kernels() -> str:
 
 
 def right(heads: list[str], rows: list[list[str]]) -> str:
-    """A table with every column aligned to the right."""
+    """A table with all columns aligned to the right."""
     return table(heads, rows, left=1).replace("|---|", "|---:|", 1)
 
 
 def humming() -> str:
-    """Speed of ours relative to humming-kernels, which vLLM uses on Hopper from 0.32 on, on single matrices of 7B."""
+    """Speed relative to humming-kernels (vLLM's kernels on Hopper since 0.32) on single matrices of 7B."""
     record = json.loads(KERNELS.read_text())
     run, rows = record.get("humming_run", record), record["humming"]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
@@ -67,7 +67,7 @@ def humming() -> str:
 
 
 def layers_of(path: Path) -> str:
-    """Ratios of a decoder layer, the worst of all multiples of 8, and the runs they are of."""
+    """Speed of a decoder layer, the minimum over all multiples of 8, and the runs behind it."""
     record = json.loads(path.read_text())
     layers = {(row["model"], row["M"]): row["ratio"] for row in record["layers"]}
     rows = [[str(M), *(f"{layers[model, M]:.2f}" for model in MODELS)] for M in SHOWN]
@@ -84,7 +84,7 @@ def layers_of(path: Path) -> str:
 
 
 def other_now(record: dict[str, Any]) -> str:
-    """At how many numbers of tokens another kernel ships than was timed, because the cost model was fitted again."""
+    """Number of token counts with another kernel than the timed one, since the cost model was fitted again."""
     from qerl_nvfp4 import cost, select, tune
 
     def ships(N: int, K: int, M: int, rows: int) -> dict[str, Any] | None:
@@ -95,7 +95,7 @@ def other_now(record: dict[str, Any]) -> str:
     changed, timed = set[int](), set[int]()
     for row in record["layers"]:
         M = row["M"]
-        for name, (N, K) in tune.layer_shapes(row["model"]).items() if M > 16 else ():  # up to 16 no model prices
+        for name, (N, K) in tune.layer_shapes(row["model"]).items() if M > 16 else ():  # no cost model up to 16
             timed.add(M)
             now = ships(N, K, M, LORA_RANK * len(tune.layer_splits(row["model"]).get((N, K), (N,))))
             if now is not None and tune.short(select.with_adapter(now)) != row["chosen"][name]:
@@ -109,7 +109,7 @@ def other_now(record: dict[str, Any]) -> str:
 
 
 def every_size() -> str:
-    """A decoder layer at numbers of tokens between the tuned ones, and how well the cost model chooses."""
+    """A decoder layer between the tuned token counts, and the quality of the cost model's choices."""
     fitted = json.loads(EVERY_SIZE.read_text())
     outside = json.loads(FACTORS.read_text())["quality"]["shape_left_out"]
     commits = [run["commit"] for run in (fitted, *fitted.get("more", ()))]

@@ -1,14 +1,14 @@
-"""What is learned on a CPU: by the embedded model, the small examples, and a real model.
+"""Learning on a CPU: the embedded model, the small examples, and a real model.
 
     python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2   # {bf16, NVFP4} x {noise off, on}, by `qerl-trl arms`
     python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
-    python benchmarks/learning.py examples --only grid_game     # rows of the others stay; minutes each
+    python benchmarks/learning.py examples --only grid_game     # rows of the others are kept; minutes each
     python benchmarks/learning.py real [--record]               # `make demo-real`: a real model learns products
 
-Each writes its file in results/ (`real` with --record). The seed decides the adapter's initial values, the order of
-problems, sampling and noise. A folder of `demo` with a finished run is measured again, not trained again. `--note` says
-what else the machine did. `real` also measures the untrained bf16 model: how much of the gain repairs the rounding to 4
-bits? Its model is from a package (examples/assets/real_model.py); from the Hub: `qerl-trl train --config smollm2`.
+Each writes one file in results/ (`real` only with --record). The seed sets the adapter's initial values, the order of
+the problems, sampling and noise. `demo` does not retrain a finished run. `--note` describes the machine's other load.
+`real` also evaluates the untrained bf16 model, to separate learning from repair of the rounding to 4 bits. The model
+comes from a package (examples/assets/real_model.py); for the Hub's: `qerl-trl train --config smollm2`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def of_run(folder: Path) -> dict[str, Any]:
 
 
 def started(*words: str, **environment: str) -> None:
-    """Run one command of the package, after showing it."""
+    """Print and run one command of the package."""
     print(f"\n$ python {shlex.join(words)}", flush=True)
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
 
@@ -58,7 +58,7 @@ def kept(arm: str, folder: Path) -> dict[str, Any]:
     result = of_run(folder)
     history = [entry for entry in result.pop("log_history") if "entropy" in entry]
     result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in ARM_CURVES.items()}
-    for name in ("command", "settings"):  # they name folders of this machine
+    for name in ("command", "settings"):  # these contain local paths
         result.pop(name)
     return {"arm_name": arm, **result}
 
@@ -66,8 +66,8 @@ def kept(arm: str, folder: Path) -> dict[str, Any]:
 def arms(args: argparse.Namespace) -> None:
     environment = {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     seeds, scratch = [str(seed) for seed in args.seeds], ROOT / "runs" / "arms"
-    told = ["--arms", *ARMS.values(), "--seeds", *seeds, "--output_dir", str(scratch), "--jobs", str(args.jobs)]
-    started("-m", "qerl_trl.cli.main", "arms", "embedded", *told, **environment)
+    options = ["--arms", *ARMS.values(), "--seeds", *seeds, "--output_dir", str(scratch), "--jobs", str(args.jobs)]
+    started("-m", "qerl_trl.cli.main", "arms", "embedded", *options, **environment)
     runs = [kept(name, scratch / f"{arm}-{seed}") for seed in seeds for name, arm in ARMS.items()]
     head = {"command": common.command(), "commit": (common.commit() or "unknown")[:7]}
     record = head | {"threads_per_run": args.threads, "runs_at_a_time": args.jobs, "runs": runs}
@@ -76,7 +76,7 @@ def arms(args: argparse.Namespace) -> None:
 
 
 def arms_table(record: dict[str, Any]) -> str:
-    """Markdown: one row per arm, held-out greedy accuracy in percent, mean and every seed."""
+    """Markdown: one row per arm, held-out greedy accuracy in percent, mean and per seed."""
     rows = [
         "| arm | before | after: mean (seeds) | gain, points | entropy, start -> end | training, s |",
         "|---|---|---|---|---|---|",
@@ -112,7 +112,7 @@ LAUNCH = (
 
 
 def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    """Entries of a log, with only these names."""
+    """Log entries reduced to these names."""
     kept = ("step", "reward", "entropy", "aqn/", *names)
     return [{name: value for name, value in entry.items() if name.startswith(kept)} for entry in history]
 
@@ -128,11 +128,7 @@ def demo(args: argparse.Namespace) -> None:
 
 
 def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
-    """The committed record of finished runs.
-
-    Raises:
-        ValueError: two runs have one seed.
-    """
+    """Record of finished runs; ValueError if two have the same seed."""
     runs = [of_run(folder) for folder in folders]
     for folder, found in zip(folders, runs, strict=True):
         found["settings"]["model"] = found["settings"]["model"].removeprefix(f"{ROOT}/")
@@ -168,10 +164,10 @@ def examples(args: argparse.Namespace) -> None:
 
 
 def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
-    """Record of a run, with the mean reward of its first and last five steps."""
+    """Record of a run, with the mean reward of the first and last five steps."""
     rewards = [entry["reward"] for entry in results["log_history"] if "reward" in entry]
     ends = {"first": rewards[:5], "last": rewards[-5:]}
-    options = results["command"].split()[2:]  # without the paths of this machine
+    options = results["command"].split()[2:]  # without local paths
     machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
     return {
         **{name: results[name] for name in KEPT},
@@ -267,10 +263,10 @@ def main() -> None:
     add["arms"]("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add["arms"]("--jobs", type=int, default=1, help="runs at a time")
     add["arms"]("--threads", type=int, default=2, help="CPU threads per run")
-    add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="besides make demo's")
+    add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="in addition to make demo's")
     add["examples"]("--only", nargs="+", choices=EXAMPLES, default=EXAMPLES)
     for name in ("demo", "examples"):
-        add[name]("--note", default="", help="what else the machine did meanwhile")
+        add[name]("--note", default="", help="other load of the machine")
     add["real"]("--gguf", type=Path, help="Instead of the package's file.")
     add["real"]("--record", action="store_true", help=f"Write {REAL_RESULT.relative_to(ROOT)}.")
     args = parser.parse_args()

@@ -1,16 +1,15 @@
-"""Planned and measured peaks of GPU memory: whole training steps on random weights in the Qwen2.5 shapes.
+"""Planned and measured peaks of GPU memory: complete training steps on random weights in the Qwen2.5 shapes.
 
     python benchmarks/memory.py --output memory_h200.json               # all workloads, at most 6 minutes
     python benchmarks/memory.py --only 7b-4x4096-sleep 32b-2x2048 --output memory_h200.json
     python benchmarks/memory.py --only tiny tiny-engine --device cpu    # dry run, nothing measured
 
-A workload is a process with a `QeRLGRPOTrainer`: two optimizer steps, a rollout each. The engine has its KV cache at
-the planned size, prompts for all its sequences and a few tokens to generate; completions are then filled to their full
-length with random tokens, so that an update has the tokens that were planned. transformers generates all its tokens.
-`card` is the size of the GPU that the process sees and plans for.
+A workload is one process: a `QeRLGRPOTrainer` takes two optimizer steps with a rollout each. The engine has a KV cache
+of the planned size, prompts for all sequences, and generates a few tokens; random tokens then fill the completions to
+full length. transformers generates all tokens.
 
-`measured_gib`: peak of the process by NVML, sampled every 10 ms. `ratio`: planned over measured; `error`: ratio minus
-1, required between 0 and 0.1. Rows of other workloads stay in the file.
+`measured_gib`: NVML peak of the process, sampled every 10 ms. `ratio`: planned over measured. `error`: ratio minus 1,
+required between 0 and 0.1. `card`: size of the GPU in the plan. Rows of other workloads stay in the file.
 """
 
 import argparse
@@ -28,10 +27,10 @@ from step import Peak, fill_completions, plan_of_shape, prompts, show_a_card_of,
 from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan
 from qerl_trl.memory.workload import Workload, on_a_gpu
 
-#: seconds that one workload may take, and all of them together; none is started in the last `LAST`
+#: seconds per workload and in total; none is started in the `LAST` seconds
 LIMIT, TOTAL, LAST = 280, 350, 50
 ALLOWED = (0.0, 0.10)
-#: of the GPU, that planned peaks may add up to
+#: maximum sum of the planned peaks, as a share of the GPU
 SHARE = 0.93
 
 
@@ -39,7 +38,7 @@ SHARE = 0.93
 class Case:
     """`micro` sequences per backward pass, `sequences` in the engine at a time (None: transformers generates).
 
-    `graphs`: with vLLM's compiled CUDA graphs, as in a run. `card`: GiB of the GPU. `options`: further settings.
+    `graphs`: with vLLM's CUDA graphs. `card`: GiB of the GPU. `options`: further settings.
     """
 
     size: str
@@ -56,12 +55,12 @@ class Case:
 
     @property
     def accumulation(self) -> int:
-        """Backward passes per step, and per rollout: GRPO wants two completions."""
+        """Backward passes per step and per rollout: GRPO needs two completions."""
         return 2 if self.micro == 1 else 1
 
     @property
     def generations(self) -> int:
-        """Completions per prompt: the largest number up to 8 that goes into a rollout."""
+        """Completions per prompt: the largest divisor of the rollout up to 8."""
         return max(n for n in range(1, 9) if self.micro * self.accumulation % n == 0)
 
     @property
@@ -79,9 +78,9 @@ class Case:
         )  # fmt: skip
 
 
-#: TRL's and PEFT's own way: eager, every LoRA layer alone, padding
+#: as TRL and PEFT: eager, separate LoRA layers, padding
 PLAIN = (("compile_layers", False), ("fused_lora", False), ("padding_free", False))
-#: the longest first
+#: slowest first
 CASES = {
     "3b-16x512-transformers": Case("3b", 16, 256, 512),
     "14b-2x8192-sleep": Case("14b", 2, 256, 8192, 8, sleep=True),
@@ -103,7 +102,7 @@ ALL = CASES | {"tiny": Case("dry", 2, 16, 24), "tiny-engine": Case("dry", 2, 16,
 
 
 def planned(case: Case) -> MemoryPlan:
-    """Memory plan of a case, for a card of its size."""
+    """Memory plan of a case, for its GPU."""
     return plan_of_shape(case.size, case.work, None if case.card is None else Gpu.of_gib(case.card))
 
 
@@ -118,14 +117,14 @@ def build_trainer(case: Case, device: str) -> Any:
         "gradient_accumulation_steps": case.accumulation, "num_generations": case.generations, "max_steps": 2,
         "max_completion_length": case.new, "gradient_checkpointing": case.checkpointing, "logging_steps": 1,
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "aqn_num_stages": 2,
-        "rollout_mismatch_threshold": None,  # the log-probabilities of filled tokens are made up
+        "rollout_mismatch_threshold": None,  # filled tokens have made-up log-probabilities
         "generation_kwargs": None if case.sequences else {"min_new_tokens": case.new},
     }  # fmt: skip
     return trainer_of(case.size, settings | dict(case.options), prompts(case.prompt), device)
 
 
 def measure(case: Case, device: str, card: float) -> dict[str, Any]:
-    """Build the trainer, train, and return planned and measured memory."""
+    """Build the trainer and train; return planned and measured memory."""
     import torch
 
     started, peak = time.perf_counter(), None
@@ -170,7 +169,7 @@ def measure(case: Case, device: str, card: float) -> dict[str, Any]:
 
 
 def gpu_gib(device: str) -> float:
-    """Size of the GPU, without creating a context on it."""
+    """Size of the GPU, read without a CUDA context."""
     if device == "cpu":
         return 1e9
     import pynvml
@@ -180,17 +179,17 @@ def gpu_gib(device: str) -> float:
 
 
 def keep(row: dict[str, Any], record: dict[str, Any]) -> None:
-    """Put a row into the record, with commit and versions; a failure replaces nothing."""
+    """Add a row with commit and versions to the record; a failure replaces nothing."""
     row |= {"commit": record["commit"], "versions": record["versions"]}
     earlier = [other for other in record["memory"] if other["name"] == row["name"]]
     if "failed" in row and any("failed" not in other for other in earlier):
-        print(f"{row['name']} failed ({row['failed']}); its earlier row stays")
+        print(f"{row['name']} failed ({row['failed']}); its earlier row is kept")
         return
     record["memory"] = [*(other for other in record["memory"] if other not in earlier), row]
 
 
 def verdict(record: dict[str, Any]) -> int:
-    """Print the table; exit status 1 where a planned peak is off."""
+    """Print the table; return 1 if a planned peak is out of range."""
     off = 0
     for row in record["memory"]:
         if "error" not in row:
@@ -210,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(CASES))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument("--commit", help="Commit of the code, if there is no git.")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--side-by-side", type=int, default=4, help="Runs at a time.")
     parser.add_argument("--worker", choices=ALL, help=argparse.SUPPRESS)

@@ -1,11 +1,11 @@
-"""Random models in real shapes, on disk and in memory. Nothing is downloaded.
+"""Random models in real shapes, on disk and in memory, without downloads.
 
-Shapes by size are Qwen2.5's; those by a recipe's name are in tests/shapes.py (`tiny-gemma3-12b`: small enough for a
-CPU). A folder has the tokenizer and chat template of the embedded example, and a generation_config.json in which one
-token id in `STOP_EVERY` ends a completion, so that random weights stop after that many tokens on average.
+Shapes by size are Qwen2.5's; recipe names are those of tests/shapes.py (`tiny-gemma3-12b`: small enough for a CPU).
+Folders have the tokenizer and chat template of the embedded example. Their generation_config.json makes one in
+`STOP_EVERY` token ids an end token, so random weights stop after that many tokens on average.
 
-`packed_model(size)` is a trainer's base: NVFP4 linear layers, q|k|v and gate|up in one storage each; `policy(size)`
-adds a LoRA adapter; `folder(size)` is what stock vLLM loads with random bf16 weights.
+`packed_model(size)`: base of a trainer, NVFP4 linear layers with q|k|v and gate|up in one storage each.
+`policy(size)`: the same with a LoRA adapter. `folder(size)`: for stock vLLM with random bf16 weights.
 """
 
 import copy
@@ -43,7 +43,7 @@ ASSETS = ROOT / "examples" / "assets" / "tiny-qwen2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 STOP_EVERY = 32
 SHARD_BYTES = 4_000_000_000
-#: packed codes drawn uniformly have rms 2.9; block scales of 100 to 400 over this divisor give weights of about 0.02
+#: uniform codes have rms 2.9: block scales of 100 to 400 over this divisor give weights of about 0.02
 DIVISOR = 2.0**15
 _FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
 
@@ -63,11 +63,11 @@ SHAPES = {
     "32b": _shape(5120, 27648, 64, 40, 8, 152064),
     "70b": _shape(8192, 28672, 80, 64, 8, 128256),  # Llama-3's, in Qwen2's classes
 }
-#: a recipe's name -> its model's configuration, and the same at a tiny size
+#: recipe -> model configuration; `tiny-` recipes are small
 RECIPES: dict[str, PretrainedConfig] = {name: config for name, (config, _) in shapes.NEWER.items()}
 RECIPES |= {f"tiny-{name}": shapes.tiny(config, vocab_size=512) for name, config in RECIPES.items()}
-#: standard deviation of an embedding that is also the head, if not 0.02: Gemma multiplies embeddings by the root of its
-#: width, and greedy decoding would repeat one token
+#: standard deviation of tied embeddings, if not 0.02: Gemma scales them by the root of the width, and greedy decoding
+#: would repeat one token
 TIED = {"gemma3": 0.004}
 #: files of checkpoints with a vision tower, by `model_type`: file -> content
 PICTURES = {
@@ -105,14 +105,14 @@ def random_config(shape: str) -> PretrainedConfig:
 
 
 def built(config: PretrainedConfig) -> nn.Module:
-    """The model of this configuration, on the current device."""
+    """Model of this configuration, on the current device."""
     alone = config.get_text_config() is config
     model: nn.Module = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_config(config)
     return model
 
 
 def vectors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """Norms and other vectors before training, by their names without layer numbers."""
+    """Initial norms and other vectors, by name without layer number."""
     return {
         _everywhere(name): parameter.detach()
         for name, parameter in built(shapes.tiny(config)).named_parameters()
@@ -125,7 +125,7 @@ def _everywhere(name: str) -> str:
 
 
 def write_checkpoint(shape: str, folder: Path, device: str, packed: bool = False) -> int:
-    """Write normally distributed weights (packed: random codes) and a tokenizer; bytes of the tensors."""
+    """Write normally distributed weights (packed: random codes) and a tokenizer; return the tensors' bytes."""
     config, initial = random_config(shape), vectors(random_config(shape))
     with torch.device("meta"):
         model = built(config)
@@ -173,20 +173,20 @@ def _packed(rows: int, columns: int, device: str) -> list[torch.Tensor]:
 
 
 def _fields(config: PretrainedConfig, **instead) -> dict[str, Any]:
-    """Fields of config.json that are about the shape, some replaced."""
+    """Shape fields of config.json, some replaced."""
     names = ("model_type", *_FIELDS, "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
     names += ("tie_word_embeddings",)
     return {name: getattr(config, name) for name in names} | instead
 
 
 _ENDS = {"bos_token_id": 0, "eos_token_id": 0}
-#: fields of config.json; what one leaves out is Qwen2.5's
+#: fields of config.json; defaults are Qwen2.5's
 CONFIGS: dict[str, dict[str, Any]] = {
     "dry": _shape(64, 128, 2, 2, 1, 512) | _ENDS,
     "tiny": _shape(512, 1024, 4, 8, 2, 152064),
     **{size: SHAPES[size] for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")},
     "70b": SHAPES["70b"] | _ENDS,
-    "llama-3-8b": _fields(  # 3.1 has its shape, with positions stretched
+    "llama-3-8b": _fields(  # the shape of 3.1, without its stretched positions
         RECIPES["llama3.1-8b"], rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         max_position_embeddings=8192, bos_token_id=128000, eos_token_id=128001,
     ),
@@ -196,7 +196,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def model_config(size: str) -> dict[str, Any]:
-    """config.json of the model in the given size."""
+    """config.json of the model of this size."""
     shape = CONFIGS[size]
     kind = shape.get("model_type", "qwen2")
     common = {
@@ -212,12 +212,12 @@ def model_config(size: str) -> dict[str, Any]:
 
 
 def head_dim(config: dict[str, Any]) -> int:
-    """Width of a head; heads need not add up to the hidden width."""
+    """Width of a head; the heads need not add up to the hidden width."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the seven projections of a decoder layer, by their names within it."""
+    """Name in the layer -> (outputs, inputs) of the seven projections of a decoder layer."""
     c = model_config(size)
     hidden, inner, head = c["hidden_size"], c["intermediate_size"], head_dim(c)
     q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
@@ -229,13 +229,13 @@ def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
 
 
 def kv_bytes(size: str) -> int:
-    """Bytes of keys and values of one token in bf16."""
+    """Bytes of the keys and values of one token in bf16."""
     c = model_config(size)
     return 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim(c) * 2
 
 
 def folder(size: str) -> str:
-    """A folder with nothing but config.json. Several processes may ask for it at the same time."""
+    """A folder with config.json only; safe for several processes at a time."""
     path = Path(tempfile.gettempdir()) / f"shape-{size}"
     path.mkdir(exist_ok=True)
     partial = path / f"config.json.{os.getpid()}"
@@ -246,7 +246,7 @@ def folder(size: str) -> str:
 
 @torch.no_grad()
 def packed_model(size: str, device: str = "cuda", dense: bool = False) -> nn.Module:
-    """A transformers model with random NVFP4 linear layers (or dense bf16 ones), fused storage, frozen."""
+    """Frozen transformers model with random NVFP4 linear layers (or dense bf16 ones) in fused storage."""
     from qerl_trl.nvfp4.linear import NVFP4Linear
 
     config = {k: v for k, v in model_config(size).items() if k not in ("architectures", "model_type", "dtype")}
@@ -298,14 +298,14 @@ def policy(size: str, rank: int = 32, device: str = "cuda", dense: bool = False)
 
 @torch.no_grad()
 def randomize(model: nn.Module, scale: float = 0.01) -> None:
-    """New random values in the adapter, in place."""
+    """Draw new adapter values in place."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.normal_(0, scale)
 
 
 def seconds(function, device: str = "cuda") -> float:
-    """Wall time of one call, with the device idle before and after."""
+    """Wall time of one call, with device synchronization before and after."""
     if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tables of others' code on ours: PEFT's tuners, TRL's own tests and notebooks, other package versions."""
+"""Tables of third-party code on this package: PEFT's tuners, TRL's tests and notebooks, other versions."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def peers_of(record: dict[str, Any]) -> str:
 
 
 def notebooks() -> str:
-    """TRL's notebooks as runs of ours, and the lines that were changed."""
+    """TRL's notebooks as runs of this package, and their changed lines."""
     record = json.loads(NOTEBOOKS.read_text())
     common, *more = [list(map(tuple, row["diff"])) for row in record["notebooks"].values()]
     shared = [pair for pair in common if all(pair in other for other in more)]
@@ -96,7 +96,7 @@ def _diff(pairs: list[tuple[str, str]]) -> str:
 
 
 def window() -> str:
-    """Results of the tests on other package versions than the lock's."""
+    """Results of the tests on package versions other than the lock file's."""
     record = json.loads(WINDOW.read_text())
     optional = [p for p in window_of_versions.OPTIONAL if any(p in row["versions"] for row in record.values())]
     packages = [*window_of_versions.PACKAGES, *optional]

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Does the check at start (`qerl_trl.rollout.probe`) tell right engines from wrong ones? One engine per command, probed many times.
+"""Does the engine check at start (`qerl_trl.rollout.probe`) separate correct from faulty engines?
 
-    python benchmarks/probe_separation.py MODEL --arm nvfp4 --noise --seed 1 --out FILE      # one engine
-    python benchmarks/probe_separation.py --unquantized MODEL --out FILE                     # an engine with other weights
-    python benchmarks/probe_separation.py --table FILE ...                                   # join records, print the table
+    python benchmarks/probe_separation.py MODEL --arm nvfp4 --noise --seed 1 --out FILE   # one engine, many probes
+    python benchmarks/probe_separation.py --unquantized MODEL --out FILE                  # engine with other weights
+    python benchmarks/probe_separation.py --table FILE ...                                # join and print records
 
-An engine is probed before training and after some updates, on other prompts of the data each time: as it is (healthy), and with a fault put
-into its adapter or its noise. The records hold what was measured at every size of the adapter and the noise; `table` chooses a size and judges
-by the rules of the package.
+Probes run before training and after some updates, each on other prompts: on the healthy engine, and with a fault in
+its adapter or noise. Records have the measurements at every size of adapter and noise; `--table` selects a size and
+judges by the package's rules.
 """
 
 import argparse
@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results/probe_separation.json"
-#: healthy probes, probes of each fault of the adapter, and of noise, before training and after it; of an unquantized engine before it
+#: probes: healthy, per adapter fault, per noise fault (each before and after training); unquantized (before only)
 SETS, FAULT_SETS, NOISE_SETS, UNQUANTIZED_SETS = 8, 2, 4, 14
-#: a result that is not of a real engine is not looked at
 FAULTS = "lost,halved,doubled,half of the layers,MLPs lost,k and v exchanged,noise lost,unquantized".split(",")
 
 
 def change_of(fault: str):
-    """What an engine makes of an adapter, {layer: its tensors}, that it was given."""
+    """Function from the given adapter, {layer: tensors}, to the faulty adapter in the engine."""
     from faults_gpu_cases import exchanged, scaled
 
     def lost(where):
@@ -45,7 +44,7 @@ def change_of(fault: str):
 
 
 def sums() -> list[str]:
-    """Problems as text, of many forms: what a run's prompts look like."""
+    """Problems as text, in many forms, like the prompts of a run."""
     import random
 
     draw = random.Random(0)
@@ -57,13 +56,14 @@ def sums() -> list[str]:
         "Write a Python function that returns {a} if its argument is larger than {b}, else the argument itself.",
         "Name a number between {b} and {a} that can be divided by three, and say why it can.",
         "Translate into French: the house with {a} windows and {b} doors has a red roof and a small garden.",
-        "Which is larger, {a}/{b} or {b}/{a}? Please reason step by step, and put your final answer within \\boxed{{}}.",
+        "Which is larger, {a}/{b} or {b}/{a}? "
+        "Please reason step by step, and put your final answer within \\boxed{{}}.",
     )
     return [forms[i % len(forms)].format(a=draw.randint(12, 99), b=draw.randint(2, 11)) for i in range(1024)]
 
 
 def build(args: argparse.Namespace, folder: str) -> Any:
-    """The ordinary trainer of a model, with the probe of the start switched off: this script calls it."""
+    """An ordinary trainer without the probe at start, which this script calls."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -73,8 +73,9 @@ def build(args: argparse.Namespace, folder: str) -> Any:
     cpu = not torch.cuda.is_available()
     config = QeRLConfig(
         output_dir=folder, seed=args.seed, use_cpu=cpu, bf16=not cpu, model_init_kwargs={"dtype": "bfloat16"},
-        base_format=args.arm, aqn=args.noise, aqn_sigma_start=1e-2, rollout_probe="off", rollout_mismatch_threshold=None,
-        use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256, share_weights=not args.unquantized,
+        base_format=args.arm, aqn=args.noise, aqn_sigma_start=1e-2, rollout_probe="off", use_vllm=True,
+        rollout_mismatch_threshold=None, vllm_mode="colocate", vllm_max_model_length=256,
+        share_weights=not args.unquantized,
         vllm_engine_kwargs={"enforce_eager": True, "num_gpu_blocks_override": 512} if cpu else {},
         per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=args.updates or 1,
         learning_rate=1e-4, lr_scheduler_type="constant", report_to="none", save_strategy="no", logging_steps=10,
@@ -89,12 +90,12 @@ def build(args: argparse.Namespace, folder: str) -> Any:
     return QeRLGRPOTrainer(args.model, letters, config, Dataset.from_list(prompts), peft_config=lora)
 
 
-#: of the adapter and of noise; measured are all up to one that is well beyond what the package looks for
+#: measured in order, up to a size with a clear effect
 SIZES = {"adapter": (0.05, 0.1, 0.15, 0.2, 0.3), "noise": (0.05, 0.1, 0.2, 0.4)}
 
 
 def every_size() -> type:
-    """The package's probe, which goes on after it has found a size."""
+    """The package's probe, which also measures the sizes after the one that it selects."""
     from qerl_trl.rollout import probe
 
     @dataclass(frozen=True)
@@ -116,14 +117,14 @@ def every_size() -> type:
     return EverySize
 
 
-def told_of(result: Any, probe: Any) -> dict[str, Any]:
-    """`sizes`: size, effect, rounding, difference and rounding there; a sixth, in some records, is a regression's slope."""
+def row_of(result: Any, probe: Any) -> dict[str, Any]:
+    """Row of a result. `sizes`: size, effect, rounding, difference and rounding there; some records add a slope."""
     found = {name: float(f"{getattr(result, name):.4g}") for name in ("base_difference", "rounding")}
     return {"kind": result.kind} | found | ({"sizes": list(probe.sizes)} if probe.sizes else {})
 
 
 def judged(record: dict[str, Any], floor: float) -> Any:
-    """A record as the package's result of it."""
+    """A record as the package's probe result."""
     from qerl_trl.rollout.probe import ProbeResult, large_enough
 
     clean = record["base_difference"]
@@ -163,18 +164,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(args, folder)
         generation = trainer.vllm_generation
-        texts = trainer.processing_class(
-            [trainer.processing_class.apply_chat_template([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True)
-             for t in sums()], add_special_tokens=False)["input_ids"]  # fmt: skip
+        tokenizer, chats = trainer.processing_class, [[{"role": "user", "content": text}] for text in sums()]
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        texts = tokenizer(texts, add_special_tokens=False)["input_ids"]
         device, dtype = generation.accelerator.device, getattr(torch, generation.spec.dtype)
-        told = {
+        head = {
             "model": args.name or Path(args.model).name, "arm": args.arm, "noise": args.noise, "seed": args.seed,
             "dtype": generation.spec.dtype, "start_s": round(time.time() - began, 1),
         } | common.head("cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
 
         def put(draw: Any) -> None:
             generation.sync_noise(draw)
-            if change[0] == "noise lost":  # after it was found on the norms
+            if change[0] == "noise lost":  # after the engine reported it
                 generation.engine.state.set_noise(draw._replace(sigma=0.0))
 
         def probed(fault: str | None, updates: int, which: int) -> None:
@@ -186,7 +187,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 change[0] = change_of(fault) if fault not in (None, "unquantized") else None
                 t = time.time()
                 result, _ = both.adapter(generation.sync_weights)
-                records.append(where | told_of(result, both) | {"seconds": round(time.time() - t, 3)})
+                records.append(where | row_of(result, both) | {"seconds": round(time.time() - t, 3)})
                 if change[0] is not None:
                     change[0] = None
                     generation.sync_weights()
@@ -194,11 +195,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 change[0] = fault
                 t = time.time()
                 result = both.noise(put, trainer.aqn.under)
-                records.append(where | told_of(result, both) | {"seconds": round(time.time() - t, 3)})
+                records.append(where | row_of(result, both) | {"seconds": round(time.time() - t, 3)})
                 change[0] = None
             generation.engine.sleep()
-            if args.out:  # a command that is cut off leaves what it has
-                args.out.write_text(json.dumps(told | {"finished": False, "records": records}) + "\n")
+            if args.out:  # for an interrupted command
+                args.out.write_text(json.dumps(head | {"finished": False, "records": records}) + "\n")
 
         def all_of(updates: int) -> None:
             if args.unquantized:
@@ -217,16 +218,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.updates and not args.unquantized:
             trainer.train()
             if args.noise:
-                trainer.aqn.attach(generation.model)  # it lets go of the norms when training ends
+                trainer.aqn.attach(generation.model)  # training detaches it at its end
             all_of(trainer.state.global_step)
         log = [{k: v for k, v in row.items() if "mismatch" in k or k == "reward"} for row in trainer.state.log_history]
         seconds = round(time.time() - began, 1)
-    return told | {"finished": True, "seconds": seconds, "log": log[-1:], "records": records}
+    return head | {"finished": True, "seconds": seconds, "log": log[-1:], "records": records}
 
 
 def table(engines: list[dict[str, Any]], of: Any = lambda record: True) -> list[dict[str, Any]]:
-    """One row per fault, of the records that `of` keeps: how many of its probes the product refuses by its present rules, and the smallest margin of each rule (2: what was
-    measured is half of the limit, or twice)."""
+    """One row per fault over the records with `of`: number of probes refused by the current rules, and smallest margins
+    (2: measured at half of the limit, or at twice the limit).
+    """
     import torch
 
     from qerl_trl.rollout.probe import FLOOR
@@ -257,7 +259,8 @@ def markdown() -> str:
     """The table of docs/source/rollout.md."""
     engines = json.loads(RESULT.read_text())
     lines = [
-        "| engine | engines | probes | passed | undecided | refused | smallest margin before training | after updates |",
+        "| engine | engines | probes | passed | undecided | refused "
+        "| smallest margin before training | after updates |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     halves_of = (lambda record: not record["updates"], lambda record: record["updates"])
@@ -270,20 +273,21 @@ def markdown() -> str:
     devices = ", ".join(sorted({engine["device"] for engine in engines}))
     return (
         "\n".join(lines)
-        + f"\n\nEngines in bf16 of {models} on {devices}, NVFP4 and bf16, on other prompts each time, 7B before training only "
-        "(`benchmarks/probe_separation.py`). Margin: 2 means half of the limit for a healthy engine, twice the limit for a faulty "
-        "one. Undecided engines are logged and not warned about. After the updates these engines' rounding was measured under Accelerate's "
-        "autocast and came out too small, and those with lost noise still held the adapter of the fault before it; both are mended since."
+        + f"\n\nEngines in bf16 of {models} on {devices}, NVFP4 and bf16, on other prompts each time, 7B before "
+        "training only (`benchmarks/probe_separation.py`). Margin: 2 means half of the limit for a healthy engine, "
+        "twice the limit for a faulty one. Undecided engines are logged and not warned about. After the updates these "
+        "engines' rounding was measured under Accelerate's autocast and came out too small, and those with lost noise "
+        "still held the adapter of the fault before it; both are mended since."
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--name", help="of the model in the records; its folder's by default")
+    parser.add_argument("--name", help="model name in the records; default: folder name")
     parser.add_argument("--arm", default="nvfp4", choices=("nvfp4", "bf16"))
     parser.add_argument("--noise", action="store_true")
-    parser.add_argument("--unquantized", action="store_true", help="the engine's weights are those before quantizing")
+    parser.add_argument("--unquantized", action="store_true", help="engine with the weights before quantization")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--out", type=Path)
@@ -301,7 +305,7 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps(found) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # an engine in this process may wait for its threads
+    os._exit(0)  # skips the engine's own shutdown, which may hang
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Real pretrained models in every arm: trained with the shipped command, merged, pushed, and loaded again by stock libraries.
+"""Real pretrained models in every arm: train with the shipped command, merge, push, and reload with stock libraries.
 
     python benchmarks/real_models.py --task TASK.yaml --model Qwen/Qwen2.5-Coder-0.5B-Instruct FOLDER SHA256
-    ... --model NAME FOLDER SHA256 --runs nvfp4 bf16+noise server      # SHA256 of the GGUF that FOLDER was made from
-    ... --extra --optim adamw_torch                                    # further options of every run; comes last
-    python benchmarks/real_models.py --cpu --out /tmp/real.json        # the embedded model, two steps: does this script work?
+    ... --model NAME FOLDER SHA256 --runs nvfp4 bf16+noise server   # SHA256 of the GGUF behind FOLDER
+    ... --extra --optim adamw_torch                                 # further options of every run; comes last
+    python benchmarks/real_models.py --cpu --out /tmp/real.json     # dry run: the embedded model, two steps
 
-A run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/qwen2.5-3b.yaml`, the recipe unedited; model, task, arm, lengths, batch
-and learning rate are on the command line. Runs share the GPU, each sees a card of its share (shown_card.py). Run `server` trains through a server
-on the same GPU, started with the command that the trainer prints. Hub: tests/hub_server.py, one per run, in this process.
+A run is `accelerate launch examples/grpo_gsm8k.py` with the recipe qwen2.5-3b.yaml; model, task, arm, lengths, batch
+and learning rate are options. Runs share one GPU, each with a smaller visible size (shown_card.py). Run `server` trains
+with a server on the same GPU, started by the printed command. Each run has a stand-in Hub (tests/hub_server.py).
 
-A row has seconds since the process started (`ready_s`: model and engine; `evaluated_s`: accuracy before training; `first_step_s`), everything that
-was logged at WARNING and above, each once, and the commands that followed. A reloaded model scores the policy's greedy answers to held-out problems:
-`kl` in nats per token, `same_greedy` of the tokens. The last lines of every run's output go to a log next to the file.
+A row has seconds since the start (`ready_s`: model and engine; `evaluated_s`: accuracy before training;
+`first_step_s`), distinct log messages from WARNING up, and the later commands. A reloaded model scores the policy's
+greedy answers to held-out problems: `kl` in nats per token, `same_greedy` as a share of the tokens. Output of the runs
+goes to a log next to the file.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from common import RESULTS, ROOT
 sys.path.append(str(ROOT))
 HERE = Path(__file__).resolve().parent
 OUT = RESULTS / "real_models_h200.json"
-#: run -> the arm of `qerl-trl arms`
+#: run -> arm of `qerl-trl arms`
 RUNS = {
     "nvfp4": "nvfp4-no-noise", "nvfp4+noise": "nvfp4", "bf16": "bf16-no-noise", "bf16+noise": "bf16", "server": "nvfp4",
 }  # fmt: skip
@@ -46,37 +47,39 @@ SETTINGS = {
     "max_completion_length": 320, "learning_rate": "3e-5", "eval_problems": 200, "seed": 1,
 }  # fmt: skip
 ON_CPU = {
-    "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 16, "eval_problems": 8,
-    "learning_rate": "1e-2", "use_vllm": "false", "seed": 1,
+    "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 16,
+    "eval_problems": 8, "learning_rate": "1e-2", "use_vllm": "false", "seed": 1,
 }  # fmt: skip
-#: of the GPU, what runs side by side may take; GiB of it for a server, and of that for its KV cache
+#: share of the GPU for parallel runs; GiB for a server, and for the server's KV cache
 SHARE, SERVER_GIB, KV_GIB = 0.6, 6, 3
 CURVES = {
-    "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma", "mismatch_kl": "rollout/mismatch_kl",
-    "clipped": "completions/clipped_ratio", "seconds_rollout": "seconds/rollout", "seconds_update": "seconds/update",
+    "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma",
+    "mismatch_kl": "rollout/mismatch_kl", "clipped": "completions/clipped_ratio",
+    "seconds_rollout": "seconds/rollout", "seconds_update": "seconds/update",
 }  # fmt: skip
 STEP = re.compile(r"^step (\d+) of \d+")
-#: put into sitecustomize.py after shown_card.py: the log records of a run as JSON lines
+#: appended to shown_card.py in sitecustomize.py: log records of a run as JSON lines
 KEEP = """
 if os.environ.get("WARNINGS_FILE"):
     import json, logging
     make = logging.getLogRecordFactory()
     def keep(*args, **kwargs):
         record = make(*args, **kwargs)
-        if record.levelno >= logging.WARNING or "robe" in str(record.msg) + record.name and record.name.startswith("qerl_trl"):
+        probe = record.name.startswith("qerl_trl") and "robe" in str(record.msg) + record.name
+        if record.levelno >= logging.WARNING or probe:
             with open(os.environ["WARNINGS_FILE"], "a") as file:
                 file.write(json.dumps([record.levelname, record.name, record.getMessage()]) + "\\n")
         return record
     logging.setLogRecordFactory(keep)
     logging.getLogger("qerl_trl").setLevel(logging.INFO)
 """
-#: a reload agrees with the policy within these
+#: limits for a reload that agrees with the policy
 KL, SAME_GREEDY = 0.02, 0.9
 PROBLEMS, NEW_TOKENS = 4, 64
 
 
 def scored(model: Any, reference: dict[str, Any]) -> Any:
-    """Log-probabilities of the whole vocabulary at the tokens of the policy's answers, (T, V)."""
+    """Log-probabilities of the entire vocabulary at the tokens of the policy's answers, (T, V)."""
     import torch
 
     with torch.no_grad():
@@ -125,7 +128,7 @@ def reload(file: str, base: str, adapter: str | None = None) -> None:
     reference = torch.load(file)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"dtype": getattr(torch, reference["dtype"]), "device_map": {"": device}}
-    if getattr(AutoConfig.from_pretrained(base), "quantization_config", None) is not None:  # as the cards say
+    if getattr(AutoConfig.from_pretrained(base), "quantization_config", None) is not None:  # as in the model cards
         options |= {"quantization_config": CompressedTensorsConfig(dequantize=True), "dtype": "auto"}
     model = AutoModelForCausalLM.from_pretrained(base, **options)
     if adapter is not None:
@@ -142,12 +145,12 @@ def words(options: dict[str, Any]) -> list[str]:
 
 
 class Bench:
-    """What the runs share: options, the path of their processes, and the record."""
+    """State shared by the runs: options, path of their processes, record."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.work, self.lock = options, options.work.resolve(), threading.Lock()
         site = self.work / "site"
-        # a checkout has no entry points, by which a server finds the plugin
+        # a checkout lacks the entry point of the vLLM plugin
         info = site / "qerl_trl-0.1.0.dev0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (site / "sitecustomize.py").write_text((HERE / "shown_card.py").read_text() + KEEP)
@@ -164,7 +167,7 @@ class Bench:
         self.logs: dict[str, str] = {}
 
     def clean(self, text: str) -> str:
-        """Without this machine's folders."""
+        """Text without local folders."""
         for path in sorted(self.names, key=len, reverse=True):
             text = text.replace(path, self.names[path])
         return text
@@ -172,7 +175,7 @@ class Bench:
     def call(
         self, command: list[str], look: Any = lambda line, seconds: None, **environment: str
     ) -> tuple[int, list[str], dict[str, float]]:
-        """`common.watched` with this path; lines without progress bars."""
+        """`common.watched` with this path; drops progress bars."""
         own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(common.free_ports(1)[0])}
         environment = os.environ | common.ENVIRONMENT | own | environment
         code, lines, marks = common.watched(command, environment, self.options.timeout, look)
@@ -199,7 +202,7 @@ class Run:
         self.row: dict[str, Any] = {"model": self.name, "run": run, "gguf_sha256": gguf, "passed": False}
 
     def command(self, folder: str, *last: str) -> list[str]:
-        """As a user types it."""
+        """The command as typed by a user."""
         from qerl_trl.tasks.arms import ARMS
 
         options = self.bench.options
@@ -239,9 +242,10 @@ class Run:
         code, lines, marks = self.bench.call(launcher, look, WARNINGS_FILE=str(kept), **shown)
         file, times = self.place / "run/results.json", [steps[step] for step in sorted(steps)]
         results = json.loads(file.read_text()) if file.is_file() else {}
+        history = results.get("log_history", [])
         said = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
-        told = [f"{level} {logger}: {text}" for level, logger, text in said if level != "INFO"]
-        told += [line.strip() for line in lines if re.search(r"\w*Warning: ", line)]
+        warned = [f"{level} {logger}: {text}" for level, logger, text in said if level != "INFO"]
+        warned += [line.strip() for line in lines if re.search(r"\w*Warning: ", line)]
         peak = self.place / "peak"
         self.row |= {
             "command": self.bench.clean(shlex.join(command)), "exit_code": code, "trained": code == 0 and bool(results),
@@ -249,11 +253,11 @@ class Run:
             "peak_gib": round(int(peak.read_text() or 0) / 2**30, 2) if peak.is_file() else None,
             "seconds": round(time.perf_counter() - began, 1), **marks, "first_step_s": times[0] if times else None,
             "seconds_per_step": round((times[-1] - times[0]) / (len(times) - 1), 2) if len(times) > 1 else None,
-            "warnings": list(dict.fromkeys(map(self.bench.clean, told))),
+            "warnings": list(dict.fromkeys(map(self.bench.clean, warned))),
             "probes": list(dict.fromkeys(text for level, _, text in said if level == "INFO")),
             **{name: results.get(name) for name in ("steps", "before", "after", "difference", "train_seconds")},
             "curves": {
-                name: [float(f"{entry[key]:.4g}") for entry in results.get("log_history", []) if entry.get(key) is not None]
+                name: [float(f"{entry[key]:.4g}") for entry in history if entry.get(key) is not None]
                 for name, key in CURVES.items()
             },
         }  # fmt: skip
@@ -264,14 +268,14 @@ class Run:
         print(self.name, self.run, shown_last, flush=True)
 
     def server(self) -> tuple[subprocess.Popen, str]:
-        """A server for this run, started with what the trainer that finds none prints."""
+        """Start a server for this run with the command printed by a trainer that finds none."""
         url = f"http://127.0.0.1:{common.free_ports(1)[0]}"
         asking = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1"]
         launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.command("asking", *asking)[2:]]
         _, lines, _ = self.bench.call(launcher)
         printed = next((line for line in lines if line.startswith("vllm serve ")), None)
         if printed is None:
-            raise RuntimeError("\n".join(["The trainer printed no command for a server:", *lines[-25:]]))
+            raise RuntimeError("\n".join(["The trainer printed no `vllm serve` command:", *lines[-25:]]))
         room = words({"gpu-memory-utilization": 0.02, "kv-cache-memory-bytes": KV_GIB * 2**30})
         given = [self.model if word == self.name else word for word in shlex.split(printed)[2:]]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *given, *room]
@@ -299,7 +303,7 @@ class Run:
         reference, task = str(self.place / "reference.pt"), self.bench.options.task
         repo = "tester/" + re.sub(r"\W+", "-", f"{self.name.rpartition('/')[2]}-{self.run}").lower()
         small = [file for file in Path(self.model).iterdir() if file.is_file() and file.stat().st_size < 2**24]
-        hub.put(self.name, **{file.name: file.read_bytes() for file in small})  # its weights are read from the folder
+        hub.put(self.name, **{file.name: file.read_bytes() for file in small})  # the weights are read from the folder
 
         def call(name: str, command: list[str], shown: list[str], **environment: str) -> None:
             began = time.perf_counter()
@@ -357,11 +361,13 @@ def markdown() -> str:
     total, steps = runs[0]["before"]["total"], runs[0]["steps"]
     return (
         "\n".join(lines)
-        + f"\n\ngsm_symbolic of reasoning-gym, {steps} steps of 256 completions, {total} held-out problems, one seed, several runs at a time "
-        f"on one {record['device']}: accuracies are within each other's intervals, and seconds are not to be compared with other tables. "
-        f"{passed} of {len(runs)} were merged, pushed to a stand-in Hub and loaded again by transformers and PEFT; mismatch KL between vLLM and the "
-        f"trainer was at most {kl:.4f} nats per token. The weights were dequantized from 4-bit GGUFs; the rows of the original releases are "
-        f"empty until somebody runs `{Path(__file__).name}` on them ([{OUT.name}]({OUT.relative_to(ROOT)}) has the commands)."
+        + f"\n\ngsm_symbolic of reasoning-gym, {steps} steps of 256 completions, {total} held-out problems, one seed, "
+        f"several runs at a time on one {record['device']}: accuracies are within each other's intervals, and seconds "
+        f"are not to be compared with other tables. {passed} of {len(runs)} were merged, pushed to a stand-in Hub and "
+        "loaded again by transformers and PEFT; mismatch KL between vLLM and the trainer was at most "
+        f"{kl:.4f} nats per token. The weights were dequantized from 4-bit GGUFs; the rows of the original releases "
+        f"are empty until somebody runs `{Path(__file__).name}` on them ([{OUT.name}]({OUT.relative_to(ROOT)}) has the "
+        "commands)."
     )
 
 
@@ -375,7 +381,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "real_models")
     parser.add_argument("--parallel", type=int, default=4, help="Runs on the GPU at a time.")
-    parser.add_argument("--timeout", type=float, default=420.0, help="Seconds that one command may take.")
+    parser.add_argument("--timeout", type=float, default=420.0, help="Time limit of one command in seconds.")
     parser.add_argument("--cpu", action="store_true", help="The embedded model, two steps, without vLLM.")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
     options = parser.parse_args()
@@ -396,18 +402,18 @@ def main() -> None:
     signal.signal(signal.SIGINT, common.end_all)
     runs = [Run(bench, model, run) for model in options.model for run in options.runs]
 
-    def whole(run: Run) -> None:
+    def entire(run: Run) -> None:
         try:
             run.train()
             if run.row["trained"]:
                 run.products()
-        except Exception as error:  # the other runs go on
+        except Exception as error:  # the other runs continue
             run.row["error"] = bench.clean(f"{type(error).__name__}: {error}")
             bench.keep(run.row)
             print(run.name, run.run, run.row["error"], flush=True)
 
     with ThreadPoolExecutor(options.parallel) as pool:
-        list(pool.map(whole, runs))
+        list(pool.map(entire, runs))
     passed = sum(run.row["passed"] for run in runs)
     print(f"{passed} of {len(runs)} passed, {time.perf_counter() - began:.0f} s", flush=True)
     sys.exit(passed < len(runs))

@@ -1,20 +1,18 @@
-"""Rollout tokens/s of our engine and of stock vLLM on random weights in real shapes (CONFIGS in models.py).
+"""Rollout speed in tokens/s of our engine and stock vLLM, on random weights in real shapes (CONFIGS in models.py).
 
     python benchmarks/rollout.py --out FILE ours:7b stock-merged:7b stock-lora:7b
     python benchmarks/rollout.py --out FILE ours:32b:8,32,64 stock-merged:32b:8,32,64
 
-A case (`NAME:SIZE` or `NAME:SIZE:BATCHES`) is a process; cases run one after the other, each alone on the GPU. A batch
-that does not fit, or comes after `SECONDS` of measuring, is left out, with the reason in the result. Cases of other
-runs stay in FILE: `runs` has command, commit, device and versions of each run, a case names its run, and ratios are
-only between cases of one run. results/rollout_h200.json is the committed file.
+A case (`NAME:SIZE` or `NAME:SIZE:BATCHES`) is one process, alone on the GPU. Batches that do not fit, or would start
+after `SECONDS` of measuring, are in `left_out` with the reason. Cases of other runs stay in FILE; `runs` has command,
+commit, device and versions of each. Ratios compare cases of one run. Committed: results/rollout_h200.json.
 
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
     stock-lora    stock vLLM, bf16, rank-32 adapter in vLLM's LoRA slots
-    stock-merged  stock vLLM, bf16, no adapter: what TRL runs after it merged and streamed every weight
+    stock-merged  stock vLLM, bf16, no adapter: TRL's rollout after merging and streaming every weight
 
 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, CUDA graphs of the decode step, no
-torch.compile. A step of `ours` processes as many tokens as the memory plan chooses where there is room, one of the
-others TRL's 4096. `ours:dry` runs on a CPU.
+torch.compile. A step has as many tokens as the memory plan prefers (`ours`), or TRL's 4096. `ours:dry` runs on a CPU.
 """
 
 import argparse
@@ -43,15 +41,15 @@ WHAT = (
     "adapter, what TRL runs after merging; median of up to three rollouts; ratios are of engines of one run"
 )
 PROMPT, NEW, RANK, GIB = 256, 256, 32, 2**30
-#: seconds after which a batch is not repeated, and of measuring a case, after which larger batches are left out
+#: limits in seconds: repeats of one batch; measurement of a case, before larger batches are left out
 ENOUGH, SECONDS = 8.0, 120.0
-PREFILL = 64  # sequences whose prefill alone is timed
+PREFILL = 64  # sequences of the timed prefill
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Case(NamedTuple):
-    """An engine and a model, `NAME:SIZE`, and its numbers of sequences."""
+    """Engine and model, `NAME:SIZE`, and the batch sizes."""
 
     name: str
     batches: tuple[int, ...]
@@ -62,10 +60,10 @@ class Case(NamedTuple):
 
 
 def cases_of(words: list[str], batches: str = "8,32,64,128,256,512") -> list[Case]:
-    """The cases of a command line; `batches` where a case has none.
+    """Cases of a command line, with `batches` by default.
 
     Raises:
-        `ValueError`: a case is named twice, or is not NAME:SIZE.
+        `ValueError`: a duplicate case, or not NAME:SIZE.
     """
     cases = []
     for word in words:
@@ -88,11 +86,11 @@ def cases_of(words: list[str], batches: str = "8,32,64,128,256,512") -> list[Cas
 def added(
     record: dict[str, Any] | None, name: str, run: dict[str, Any], cases: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Add the cases of the run `name` to a record (None: a new one); runs without a case are dropped.
+    """Add the cases of run `name` to a record (None: a new one); drop runs without cases.
 
     Args:
         run: `command`, `commit`, `device`, `versions` and more.
-        cases: by name; `tokens_per_s` of each is a list per number of sequences.
+        cases: by name; `tokens_per_s` of each has a list per batch size.
     """
     before: dict[str, Any] = record or {"runs": {}, "cases": {}}
     merged = before["cases"] | {case: {**found, "run": name} for case, found in cases.items()}
@@ -106,7 +104,7 @@ def added(
 
 
 def ratios(cases: dict[str, dict[str, Any]], speed: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Speed of ours relative to each other engine on the same model in the same run, by the number of sequences."""
+    """Speed relative to each other engine on the same model in the same run, by batch size."""
     found = {}
     for ours in cases:
         for other in cases:
@@ -124,14 +122,14 @@ def label(size: str) -> str:
 
 
 def by_model(sizes: Iterable[str]) -> list[str]:
-    """Sorted by family, then by size."""
+    """Sizes sorted by family, then by size."""
     return sorted(
         sizes,
         key=lambda size: (not size[0].isdigit(), label(size).rpartition("-")[0], float(size.rpartition("-")[2][:-1])),
     )
 
 
-# --- one engine, in a process of its own ----------------------------------------------------------
+# --- one engine per process -----------------------------------------------------------------------
 
 
 def engine_settings(size: str, batches: tuple[int, ...], step_tokens: int) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def engine_settings(size: str, batches: tuple[int, ...], step_tokens: int) -> di
         return settings | {"gpu_memory_utilization": 0.25, "enforce_eager": True}
     captured = [c for c in CAPTURE if c <= max(batches)]
     return settings | {
-        # room for all sequences at full length, said explicitly: what is free does not matter then
+        # explicit size for all sequences at full length, independent of the free memory
         "kv_cache_memory_bytes": max(8, *batches) * (PROMPT + NEW + 32) * kv_bytes(size) + GIB,
         "gpu_memory_utilization": 0.02,
         "enable_prefix_caching": False,
@@ -167,7 +165,7 @@ def write_lora(size: str) -> str:
 
 
 def build(case: Case, step_tokens: int) -> tuple[Any, Any, Any]:
-    """(llm, LoRA request or None, our trainer or None, which the engine shares its weights with)."""
+    """(llm, LoRA request or None, trainer that shares its weights or None)."""
     settings = engine_settings(case.size, case.batches, step_tokens)
     if case.name.startswith("ours"):
         cpu = DEVICE == "cpu"
@@ -193,14 +191,14 @@ def build(case: Case, step_tokens: int) -> tuple[Any, Any, Any]:
         folder(case.size), load_format="dummy", dtype="bfloat16", max_model_len=2048, seed=0, skip_tokenizer_init=True,
         max_num_seqs=max(case.batches), logprobs_mode="processed_logprobs", **settings,
     )  # fmt: skip
-    # weights of about 0.02 everywhere, norms 1: vLLM's own dummy values are a thousand times smaller
+    # weights of about 0.02, norms of 1: vLLM's dummy values are a thousand times smaller
     for name, parameter in engine_model(llm).named_parameters():
         parameter.data.fill_(1.0) if parameter.ndim == 1 and "norm" in name else parameter.data.normal_(0, 0.02)
     return llm, LoRARequest("a", 1, write_lora(case.size)) if slots else None, None
 
 
 def rollout(llm, request, vocabulary: int, batch: int, new_tokens: int, seed: int = 0, prompt: int = PROMPT) -> float:
-    """Seconds that `batch` fresh random prompts with `new_tokens` sampled tokens each take."""
+    """Seconds to sample `new_tokens` tokens for each of `batch` new random prompts."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(1000 * batch + seed)
@@ -212,7 +210,7 @@ def rollout(llm, request, vocabulary: int, batch: int, new_tokens: int, seed: in
 
 
 def run_case(case: Case, repeats: int, step_tokens: int) -> dict[str, Any]:
-    """Build the engine and time its batches, the smallest first."""
+    """Build the engine and time its batches in ascending order."""
     vocabulary = model_config(case.size)["vocab_size"]
     ours = case.name.startswith("ours")
     result: dict[str, Any] = {
@@ -223,7 +221,7 @@ def run_case(case: Case, repeats: int, step_tokens: int) -> dict[str, Any]:
     started = time.time()
     llm, request, _trainer = build(case, result["step_tokens"])
     result["load_s"] = round(time.time() - started, 1)
-    rollout(llm, request, vocabulary, 16, 8)  # a prefill step of full size
+    rollout(llm, request, vocabulary, 16, 8)  # a full prefill step
     started = time.time()
     for batch in case.batches:
         why = f"{SECONDS:g} s of measuring were over" if time.time() - started >= SECONDS else ""
@@ -242,7 +240,7 @@ def run_case(case: Case, repeats: int, step_tokens: int) -> dict[str, Any]:
 
 
 def speeds(llm, request, vocabulary: int, batch: int, repeats: int) -> list[float]:
-    """Tokens per second of so many rollouts at most, none begun after `ENOUGH` seconds."""
+    """Tokens per second of up to `repeats` rollouts, none started after `ENOUGH` seconds."""
     rollout(llm, request, vocabulary, batch, 8, prompt=16)
     times: list[float] = []
     while len(times) < repeats and sum(times) < ENOUGH:
@@ -263,9 +261,9 @@ def measure(cases: list[Case], options: argparse.Namespace) -> None:
     words = {case.name: f"{case.name}:{','.join(map(str, case.batches))}" for case in cases}
 
     def start(name: str) -> tuple[list[str], dict[str, str]]:
-        told = ["--case", words[name], "--repeats", options.repeats, "--step-tokens", options.step_tokens, "--out", "-"]
+        given = ["--repeats", options.repeats, "--step-tokens", options.step_tokens, "--out", "-"]
         environment = common.ENVIRONMENT | {"MASTER_PORT": str(common.free_ports(1)[0])}
-        return [sys.executable, __file__, *map(str, told)], environment
+        return [sys.executable, __file__, "--case", words[name], *map(str, given)], environment
 
     for name, row in common.results_of(list(words), start, limit=options.timeout):
         if "failed" in row:
@@ -277,17 +275,17 @@ def measure(cases: list[Case], options: argparse.Namespace) -> None:
             run = {**head, "order": ORDER, "failed": failed}
             common.save(added(before, run_name, run, found), options.out)
     if not found:
-        sys.exit(f"Nothing was measured: {failed}. {options.out} is as it was.")
+        sys.exit(f"Nothing was measured: {failed}. {options.out} is unchanged.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="NAME:SIZE or NAME:SIZE:BATCHES")
-    parser.add_argument("--repeats", type=int, default=3, help=f"at most; none after {ENOUGH:g} s")
-    parser.add_argument("--step-tokens", type=int, default=LARGER_STEPS[0], help="tokens of a step of ours")
+    parser.add_argument("--repeats", type=int, default=3, help=f"maximum; none starts after {ENOUGH:g} s")
+    parser.add_argument("--step-tokens", type=int, default=LARGER_STEPS[0], help="tokens per step of `ours`")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="recorded in the result")
-    parser.add_argument("--timeout", type=float, default=420, help="seconds of a case")
+    parser.add_argument("--timeout", type=float, default=420, help="seconds per case")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:

@@ -1,4 +1,4 @@
-"""GRPO steps on several GPUs in every layout, ours and stock TRL's: seconds per phase, memory of each GPU.
+"""GRPO steps on several GPUs in every layout, ours and stock TRL's: seconds per phase, memory per GPU.
 
     python benchmarks/several_gpus.py --output multi_gpu_h200x2.json      # as many modes as fit into 9 minutes
     python benchmarks/several_gpus.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json
@@ -6,17 +6,17 @@
     python benchmarks/several_gpus.py --modes ours-one ours-dp --shape 1.5b --cold --output FILE
     python benchmarks/several_gpus.py --modes ours-one ours-dp --shape tiny --device cpu       # dry run
 
-    one        one GPU, engine in the process
-    dp, dp4    a process and an engine on each of two, or four
-    server     the trainer on one GPU, a server on the other
-    fsdp2, fsdp2-4    FSDP 2 over two, or four, an engine in each process
+    one               one GPU, colocated engine
+    dp, dp4           data parallel on two or four GPUs, one engine each
+    server            trainer on one GPU, server on the other
+    fsdp2, fsdp2-4    FSDP 2 over two or four GPUs, one engine each
     tp2, fsdp2-tp2    as dp and fsdp2, with one engine of two shards
-    zero2      as dp, under DeepSpeed ZeRO-2, where deepspeed is installed
+    zero2             as dp, with DeepSpeed ZeRO-2 if installed
 
-`accelerate launch` starts the processes with the configurations of examples/accelerate; models and settings are those
-of step.py, which also measures; 8 completions (--sequences) of 512 tokens per process and step. A mode has a limit of
-time; a failure is a row with the steps so far. A mode that this machine cannot run is skipped. Rows of other modes stay
-in the file; checkpoints are kept between calls (`--models`). `--cold`: nothing is compiled before.
+`accelerate launch` starts the processes with the configurations of examples/accelerate. Models, settings and
+measurements are those of step.py, with 8 completions (--sequences) of 512 tokens per process and step. A failed mode is
+a row with the steps so far; a mode beyond this machine is skipped. Rows of other modes stay in the file, checkpoints in
+`--models`. `--cold`: empty compilation caches.
 """
 
 import argparse
@@ -40,13 +40,13 @@ import step
 from models import SHAPES, write_checkpoint
 
 SEQUENCES, NEW, PROMPT, RANK, SHAPE = 8, 512, 256, 32, "7b"
-#: variables with the folders of compiled code
+#: environment variables of the compilation caches
 COMPILED = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
-#: seconds of all modes together, and what one needs at least with everything compiled
+#: seconds for all modes, and the least for one mode with warm caches
 TOTAL, LEAST = 540, 90
 ACCELERATE = common.ROOT / "examples" / "accelerate"
 SERVER_LOG, SERVER_PID = "server.log", "server.pid"
-#: start of this process, and seconds until the server answered
+#: start of this process, and seconds to the server's first answer
 STARTED, SERVER_READY = time.perf_counter(), list[float]()
 
 
@@ -57,7 +57,7 @@ class Mode(NamedTuple):
     options: dict[str, Any]
 
 
-#: the most informative come first: time may be short
+#: most informative first: time may be short
 LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "dp": (2, "data_parallel_2", {}),
     "server": (1, None, {"vllm_mode": "server"}),
@@ -73,11 +73,11 @@ MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items()
 
 
 def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = False) -> str:
-    """Name of a row: the mode, and shape, sequences and `cold` where they are not the default."""
+    """Name of a row: the mode, plus shape, sequences and `cold` unless default."""
     return mode + f"-{shape}" * (shape != SHAPE) + f"-of-{sequences}" * (sequences != SEQUENCES) + "-cold" * cold
 
 
-#: of the rows
+#: order of the rows
 ORDER = [row_name(mode, shape) for shape in (SHAPE, *SHAPES) for mode in MODES]
 
 
@@ -85,7 +85,7 @@ ORDER = [row_name(mode, shape) for shape in (SHAPE, *SHAPES) for mode in MODES]
 
 
 def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, callback: Any) -> Any:
-    """The trainer of this process; in server mode the server too, on the other GPU."""
+    """The trainer of this process; in server mode also starts the server on the other GPU."""
     from datasets import Dataset
     from peft import LoraConfig
 
@@ -98,7 +98,7 @@ def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, ca
         "bf16": not cpu, "per_device_train_batch_size": case.micro,
         "gradient_accumulation_steps": case.batch // case.micro, "max_steps": step.STEPS,
         "num_generations": case.batch, "max_completion_length": case.new, "learning_rate": 1e-5,
-        # vLLM takes at most 128 tokens that end a completion beside min_tokens, and the checkpoint has thousands
+        # vLLM takes at most 128 end tokens with min_tokens; the checkpoint has thousands
         "generation_kwargs": {"ignore_eos": True} if use_vllm else {"min_new_tokens": case.new},
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         "vllm_max_model_length": longest, **mode.options,
@@ -127,14 +127,14 @@ def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, ca
 
 
 def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, cpu: bool) -> str:
-    """Start our server or TRL's on the second GPU, in its own process group, which `run_mode` ends."""
+    """Start our server or TRL's on the second GPU, in a new process group that `run_mode` ends."""
     log, gpu = folder / SERVER_LOG, None if cpu else os.environ["QERL_SERVER_GPU"]
     if mode.who == "ours":
         more = ["--gpu-memory-utilization", "0.1", "--enforce-eager"] if cpu else []
         process, url = common.start_server(common.spec_of(model, lora, longest), gpu, log, *more)
     else:
         command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--max_model_len", str(longest)]
-        command += ["--max-num-seqs", str(common.AT_A_TIME)]  # as ours; TRL hands on to vLLM what it does not know
+        command += ["--max-num-seqs", str(common.AT_A_TIME)]  # as ours; TRL passes unknown options to vLLM
         process, url = common.start(command, gpu, log)
     (folder / SERVER_PID).write_text(str(process.pid))
     threading.Thread(target=await_server, args=(process, url, log), daemon=True).start()
@@ -142,9 +142,9 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
 
 
 def await_server(process: Any, url: str, log: Path) -> None:
-    """Wait in a thread while the trainer loads its model; end the process if the server ends."""
+    """Wait in a thread while the trainer loads its model; exit if the server ends."""
     try:
-        common.wait(process, url, log, 240)  # less than a mode's limit: the error says what the server said
+        common.wait(process, url, log, 240)  # below a mode's limit, to report the server's error
         SERVER_READY.append(round(time.perf_counter() - STARTED, 1))
     except RuntimeError as error:
         print(f"RuntimeError: {error}", flush=True)
@@ -152,15 +152,15 @@ def await_server(process: Any, url: str, log: Path) -> None:
 
 
 def work(name: str, model: str, folder: Path, shape: str, device: str, steps: int, sequences: int) -> None:
-    """Measure in this process, one of the mode's, and leave the row in `folder`."""
-    rank = os.environ.get("RANK", "0")  # each has its own, also where the launcher shows each process one GPU
+    """Measure in this process and write its row to `folder`."""
+    rank = os.environ.get("RANK", "0")  # unique even if each process sees one GPU only
     if device == "cuda":
         import torch
 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     mode, new = MODES[name], NEW if device == "cuda" else 8
     base_format = "nvfp4" if mode.who == "ours" else "bf16"
-    # processes that look at their own clocks would stop at different steps
+    # a time limit per process would stop them at different steps
     step.STEPS, step.ENOUGH = steps, math.inf
     case = step.Case(mode.who, shape, sequences, new, sequences, base_format=base_format)
     row = step.measure(case, device, partial(build, mode, model, folder))
@@ -188,7 +188,7 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
     mode = MODES[name]
     if mode.config is None:
         return [sys.executable, *worker]
-    if device == "cpu":  # where accelerate launch starts one process, whatever it is told
+    if device == "cpu":  # here accelerate launch always starts one process
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={mode.processes}"]
         return [sys.executable, *run, *worker]
     port = str(common.free_ports(1)[0])
@@ -197,7 +197,7 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
 
 
 def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
-    """Folder of the base, written at the first call."""
+    """Folder of the base, written by the first call."""
     folder = models / f"{shape}-{who}"
     if not folder.exists():
         begun = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -210,20 +210,20 @@ def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
     return folder
 
 
-def run_mode(name: str, told: dict[str, Any], limit: float, cold: bool = False) -> dict[str, Any]:
-    """Start the mode's processes, wait for them, and end whatever is left of them, its server included; the mode's row.
+def run_mode(name: str, given: dict[str, Any], limit: float, cold: bool = False) -> dict[str, Any]:
+    """Start the processes of a mode, wait, end them and their server, and return the row.
 
     Args:
-        told: the options of its processes.
-        cold: with no compiled code to begin with.
+        given: options of the processes.
+        cold: with empty compilation caches.
     """
     mode, folder = MODES[name], Path(tempfile.mkdtemp(prefix=f"{name}-"))
-    words = [str(word) for pair in {"--worker": name, "--folder": folder, **told}.items() for word in pair]
-    device, log = told["--device"], folder / "log"
+    words = [str(word) for pair in {"--worker": name, "--folder": folder, **given}.items() for word in pair]
+    device, log = given["--device"], folder / "log"
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
     environment = (
         step.CACHES
-        | {"VLLM_HOST_IP": "127.0.0.1"}  # there may be no network to ask for an address
+        | {"VLLM_HOST_IP": "127.0.0.1"}  # works without a network
         | os.environ
         | common.ENVIRONMENT
         | {"VLLM_LOGGING_LEVEL": "INFO", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
@@ -241,7 +241,7 @@ def run_mode(name: str, told: dict[str, Any], limit: float, cold: bool = False) 
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-    try:  # a launcher may wait for an engine that does not end
+    try:  # the launcher may wait for an engine that hangs
         while process.poll() is None and not all(path.exists() for path in files):
             if time.monotonic() - started > limit:
                 break
@@ -284,25 +284,25 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--shape", default=SHAPE, help="Of models.py.")
-    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="Per process and step.")
+    parser.add_argument("--shape", default=SHAPE, help="Shape in models.py.")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="Completions per process and step.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", type=float, default=300, help="Seconds for one mode; the first start compiles.")
     parser.add_argument("--steps", type=int, default=step.STEPS, help="The first two are not counted.")
-    parser.add_argument("--cold", action="store_true", help="Nothing is compiled before a mode; rows are called so.")
-    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument("--cold", action="store_true", help="Empty compilation caches; `-cold` in the row's name.")
+    parser.add_argument("--commit", help="Commit of the code, if there is no git.")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "multi-gpu-models")
     parser.add_argument("--output", type=Path)
     for hidden in ("--worker", "--model", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        told = options.shape, options.device, options.steps, options.sequences
-        work(options.worker, options.model, Path(options.folder), *told)
-        os._exit(0)  # vLLM's own end can hang
+        case = options.shape, options.device, options.steps, options.sequences
+        work(options.worker, options.model, Path(options.folder), *case)
+        os._exit(0)  # vLLM's own shutdown can hang
     import torch
 
-    # the processes of the mode that runs are ended too
+    # ends the processes of the current mode, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     started, failed = time.monotonic(), False
     origin = common.head(options.device, options.commit, times=torch.cuda.device_count() or 1)
@@ -318,14 +318,14 @@ def main() -> int:
             row = {"failed": "no time was left: name it alone in --modes"}
         else:
             model = checkpoint(MODES[name].who, options.shape, options.device, options.models)
-            told = {f"--{of}": getattr(options, of) for of in ("shape", "device", "steps", "sequences")}
+            given = {f"--{of}": getattr(options, of) for of in ("shape", "device", "steps", "sequences")}
             limit = min(options.limit, TOTAL - (time.monotonic() - started))
-            row = run_mode(name, {"--model": model} | told, limit, options.cold)
+            row = run_mode(name, {"--model": model} | given, limit, options.cold)
         row |= {"name": row_name(name, options.shape, options.sequences, options.cold)}
         print(line(row), flush=True)
         failed |= "failed" in row
         before = next((old for old in record["multi_gpu"] if old["name"] == row["name"]), {})
-        if "median" in before and "median" not in row:  # a row without figures replaces none that has some
+        if "median" in before and "median" not in row:  # a failure does not replace a measurement
             continue
         record["multi_gpu"] = [old for old in record["multi_gpu"] if old is not before] + [row | origin]
         record["multi_gpu"].sort(key=lambda row: ORDER.index(row["name"].removesuffix("-cold").partition("-of-")[0]))

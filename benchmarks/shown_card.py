@@ -1,7 +1,7 @@
-"""A card of `CARD_GIB` GiB, shown to a run on a larger GPU; what the run really takes of it goes to `PEAK_FILE`, five times a second.
+"""Show a run a GPU of `CARD_GIB` GiB on a larger one, and write its peak memory to `PEAK_FILE` five times a second.
 
-real_models.py puts a copy of this file, named sitecustomize.py, on the path of a run: Python loads it at the start of each process, and it
-acts in the run's own, not in its launcher's.
+real_models.py puts a copy named sitecustomize.py on the path of a run. Python loads it in each process; it acts in the
+training process only.
 """
 
 import os

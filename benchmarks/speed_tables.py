@@ -16,9 +16,9 @@ UPDATE = RESULTS / "update_h200.json"
 START = RESULTS / "start_h200.json"
 STEP = RESULTS / "step_h200.json"
 SEVERAL = RESULTS / "multi_gpu_h200x2.json"
-#: engines compared with ours: name in the record -> name in a table
+#: other engines: name in the record -> name in a table
 OTHERS = {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}
-#: layouts over several GPUs: name in the record -> name in a table
+#: layouts of several GPUs: name in the record -> name in a table
 LAYOUTS = {
     "one": "one GPU",
     "dp": "data parallel",
@@ -35,7 +35,7 @@ LAYOUTS = {
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
-    """A Markdown table; all columns but the first `left` are aligned to the right."""
+    """A Markdown table; all columns after the first `left` are aligned to the right."""
     heads = list(heads)
     lines = [" | ".join(heads), "|".join(["---"] * left + ["---:"] * (len(heads) - left))]
     return "\n".join(
@@ -51,7 +51,7 @@ def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str
 
 
 def not_alone(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows measured while the machine's other GPUs were busy, which takes host time."""
+    """Rows measured while other GPUs of the machine were busy, which costs host time."""
     shared = "; ".join(f"{row['name']}, beside {row['beside']}" for row in rows if "beside" in row)
     return f" Not alone on their machine: {shared}." if shared else ""
 
@@ -138,7 +138,7 @@ def start() -> str:
 
 
 def step() -> str:
-    """Whole GRPO steps."""
+    """Complete GRPO steps."""
     record, rows = json.loads(STEP.read_text())["step"], []
     measured = sorted((row for row in record if "median" in row), key=lambda row: row["name"].partition("-")[2])
     for row in measured:
@@ -165,7 +165,7 @@ def step() -> str:
 
 
 def rollout() -> str:
-    """Tokens per second of our engine, and relative to the other engines; prefill apart."""
+    """Tokens per second of our engine, and relative to the other engines; prefill separately."""
     record = json.loads(ROLLOUT.read_text())
     speed, ratios, cases = record["tokens_per_s"], record["ratios"], record["cases"]
     models = engines.by_model(name.split(":")[1] for name in speed if name.startswith("ours:"))
@@ -198,7 +198,7 @@ def rollout() -> str:
 
 
 def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> str:
-    """A row per model, a column per number of sequences."""
+    """A row per model, a column per batch size."""
     counts = sorted({int(count) for row in rows.values() for count in row})
     cells = [[f"{row[str(n)]:{form}}" if str(n) in row else "" for n in counts] for row in rows.values()]
     names = [f"{title}, at", *map(str, counts[:-1]), f"{counts[-1]} sequences"]
@@ -206,7 +206,7 @@ def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> s
 
 
 def rollout_speeds() -> tuple[dict[str, dict[int, float]], str]:
-    """Tokens per second by model and sequences, of a rollout alone or of whole steps; and which is which."""
+    """Tokens per second by model and batch size, and their source: rollouts alone, or complete steps."""
     steps = {
         row["size"]: {row["batch"]: row["batch"] * row["new"] / row["median"]["rollout"]}
         for row in json.loads(STEP.read_text())["step"]

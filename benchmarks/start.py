@@ -1,13 +1,12 @@
-"""Seconds from the start of a process to its first sampled token: a QeRL trainer with colocated vLLM, and vLLM alone.
+"""Seconds from process start to the first sampled token: a QeRL trainer with colocated vLLM, and vLLM alone.
 
     python benchmarks/start.py --out results/start_h200.json                      # 7B on a GPU, about 8 minutes
     python benchmarks/start.py --out /tmp/start.json --shape tiny --device cpu    # dry run
 
-Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise) and `vllm` (bf16, the engine alone), both
-with CUDA graphs. Each runs in two processes: `cold` with empty caches of Triton, torch.compile and vLLM, then `warm`
-with those of the cold run. An unmeasured import comes first, so that Python's files are in the page cache. `imports`
-are the import statements of a user's script. Then one rollout's sequences, of 100 random tokens each, run to the first
-token and for 32 tokens, each twice; the difference was compilation.
+Cases: `ours` (bf16 folder, quantized during loading, rank-32 adapter, noise) and `vllm` (bf16, the engine alone), both
+with CUDA graphs. `cold` starts with empty caches of Triton, torch.compile and vLLM, `warm` with those of the cold run.
+An import before both fills the page cache. `imports`: a user's import statements. Then the sequences of one rollout
+(100 random tokens each) run to the first token and for 32 tokens, twice each; the difference is compilation.
 """
 
 import argparse
@@ -30,7 +29,7 @@ MAX_LENGTH = 1024
 
 
 class Clock:
-    """Seconds since the process was started, and how long each named part took."""
+    """Seconds since the process start, and durations of named parts."""
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -54,12 +53,12 @@ class Clock:
 def prompts(count: int, vocabulary: int) -> list[list[int]]:
     import torch
 
-    generator = torch.Generator().manual_seed(int(time.time() * 1000) % 2**31)  # never in the prefix cache
+    generator = torch.Generator().manual_seed(int(time.time() * 1000) % 2**31)  # new prompts, to miss the prefix cache
     return torch.randint(2, vocabulary, (count, PROMPT), generator=generator).tolist()
 
 
 def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, int], None]:
-    """A trainer with its engine; returns what rolls out (sequences, new tokens)."""
+    """Build a trainer with its engine; return its rollout function (sequences, new tokens)."""
     from trl.trainer import grpo_trainer
 
     from qerl_trl import trainer as trainer_module
@@ -88,7 +87,7 @@ def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
 
 
 def build(checkpoint: Path, device: str) -> Any:
-    """A trainer whose engine has room for as many sequences as one rollout has."""
+    """A trainer with an engine for the sequences of one rollout."""
     from datasets import Dataset
     from peft import LoraConfig
 
@@ -105,7 +104,7 @@ def build(checkpoint: Path, device: str) -> Any:
         model=str(checkpoint),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["1 " * PROMPT] * 64}),  # by which a planned KV cache is sized
+        train_dataset=Dataset.from_dict({"prompt": ["1 " * PROMPT] * 64}),  # sets the size of the KV cache
         peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
 
@@ -163,7 +162,7 @@ def run_case(case: str, work: Path, device: str, started: float) -> dict[str, An
 def environment(caches: Path, device: str) -> dict[str, str]:
     names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "VLLM_CACHE_ROOT": "vllm"}
     settings = common.ENVIRONMENT | {name: str(caches / folder) for name, folder in names.items()}
-    settings |= {"VLLM_LOGGING_LEVEL": "INFO", "MASTER_PORT": "0"}  # TRL then picks a free one
+    settings |= {"VLLM_LOGGING_LEVEL": "INFO", "MASTER_PORT": "0"}  # TRL picks a free port
     return settings | ({"TORCHDYNAMO_DISABLE": "1"} if device == "cpu" else {})
 
 
@@ -173,7 +172,7 @@ def main() -> None:
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--timeout", type=float, default=240)
-    parser.add_argument("--checkpoint", type=Path, help="Of models.py, where one is there already.")
+    parser.add_argument("--checkpoint", type=Path, help="An existing checkpoint of models.py.")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -194,8 +193,8 @@ def main() -> None:
         runs = []
 
         def started(name: tuple[str, str]) -> tuple[list[str], dict[str, str]]:
-            told = ["--case", name[0], "--device", args.device, "--out", str(work), "--started", str(time.time())]
-            return [sys.executable, __file__, *told], environment(work / f"caches-{name[0]}", args.device)
+            worker = ["--case", name[0], "--device", args.device, "--out", str(work), "--started", str(time.time())]
+            return [sys.executable, __file__, *worker], environment(work / f"caches-{name[0]}", args.device)
 
         waiting = [(case, state) for case in CASES for state in ("cold", "warm")]
         for (case, state), row in common.results_of(waiting, started, limit=args.timeout):

@@ -1,23 +1,21 @@
-"""Whole GRPO steps on random weights in the Qwen2.5 shapes: seconds per phase and peak memory, ours and stock TRL.
+"""Complete GRPO steps on random weights in the Qwen2.5 shapes: seconds per phase and peak memory, ours and stock TRL.
 
     python benchmarks/step.py --output step_h200.json                          # all cases, one GPU each at a time
-    python benchmarks/step.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
+    python benchmarks/step.py --gpus 0 1 2 3 --output step_h200.json           # in parallel: about 5 minutes
     python benchmarks/step.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
     python benchmarks/step.py --only ours-tiny stock-tiny --device cpu         # dry run
 
-A case is a process: up to `STEPS` optimizer steps, fewer after `ENOUGH` seconds. `ours-*` is a `QeRLGRPOTrainer` with
-its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape
-in bf16, the same LoRA (rank 32, every linear layer) and colocated vLLM with 0.4 of the GPU. Prompts have 256 tokens,
-completions exactly as many as the case says (`ignore_eos`). In `ragged` cases the engine generates a few tokens and
-completions are filled with random tokens up to drawn lengths, the same for both: only the seconds of the update mean
-something there.
+A case is one process with up to `STEPS` optimizer steps, fewer after `ENOUGH` seconds. `ours-*`: `QeRLGRPOTrainer` with
+defaults, NVFP4 base, colocated vLLM. `stock-*`: `trl.GRPOTrainer` with defaults, the same shape in bf16, the same LoRA
+(rank 32, all linear layers), colocated vLLM with 0.4 of the GPU. Prompts have 256 tokens, completions exactly the
+length of the case (`ignore_eos`). In `ragged` cases random tokens fill the completions up to drawn lengths, the same
+for both; only the seconds of the update are meaningful there.
 
-A phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or
-merged weights into the engine), `reward`, `scoring` (log-probabilities and advantages of a rollout), `update` (the rest
-of the step). `garbage` is the share of Python's collector, `passes` the forward passes over the trained model. `median`
-is over the steps from the third on. `measured_gib`: the peak of the process by NVML, all phases; `planned_gib`:
-`qerl-trl plan`. With `cap` the process sees a GPU of that size, and torch's allocator is limited to it (not where the
-engine sleeps: torch would count a KV cache that is not there).
+Phases, in wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or
+merged weights to the engine), `reward`, `scoring` (log-probabilities and advantages of a rollout), `update` (the
+rest). `garbage`: share of Python's collector. `passes`: forward passes of the trained model. `median`: from the third
+step on. `measured_gib`: NVML peak of the process. `planned_gib`: `qerl-trl plan`. With `cap` the process sees a GPU of
+that size and limits torch's allocator to it (not with sleep mode, since torch would count the released KV cache).
 """
 
 import argparse
@@ -43,22 +41,20 @@ from qerl_trl.memory.workload import Lengths, Workload, workload_of
 from qerl_trl.support.phases import PhaseTimer
 
 STEPS, ENOUGH = 5, 150
-#: seconds that one case may take, all of them together, and before whose end none is started
+#: seconds per case and in total; none is started in the `LAST` seconds
 LIMIT, TOTAL, LAST = 230, 570, 90
 PROMPT, RANK, GENERATIONS = 256, 32, 8
-#: steps that are not counted: compilation, autotuning, the first growth of the allocator
+#: uncounted steps: compilation, autotuning, growth of the allocator
 WARM = 2
-#: tokens of a ragged completion: exp of a normal variable with this standard deviation, of this mean, up to this many
+#: lengths of ragged completions: log-normal with this sigma and mean
 SPREAD, MEAN = 0.8, 250
-#: tokens that the engine really generates where completions are filled
+#: generated tokens of a filled completion
 GENERATED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`batch` completions of `new` tokens per step (`ragged`: up to `new`), `micro` per backward pass, GiB of the GPU
-    (`cap`).
-    """
+    """`batch` completions of (`ragged`: up to) `new` tokens per step, `micro` per backward pass, a GPU of `cap` GiB."""
 
     who: str
     size: str
@@ -76,15 +72,15 @@ def _both(name: str, *case: Any, **options: Any) -> dict[str, Case]:
     return {f"{who}-{name}": Case(who, *case, base_format=base, **options) for who, base in formats.items()}
 
 
-#: what `qerl-trl plan` proposes where memory is short; fewer tokens of prompts at a time leave room for more sequences
+#: options proposed by `qerl-trl plan` for small GPUs; smaller prefill steps leave room for more sequences
 LEAST = (
     ("vllm_enable_sleep_mode", True),
     ("optim", "adamw_8bit"),
     ("vllm_engine_kwargs", {"max_num_batched_tokens": 1024}),
 )
-#: 80 layers of random weights amplify a rounding to 0.2 nats per token, above the mismatch limit
+#: 80 random layers amplify rounding to 0.2 nats per token, above the mismatch limit
 UNTRAINED = (("rollout_mismatch_threshold", None),)
-#: the longest first
+#: slowest first
 CASES = {
     **_both("7b-64x512", "7b", 64, 512, 64),
     "ours-32b-8x512-48gib": Case("ours", "32b", 8, 512, 8, cap=48.0),
@@ -94,13 +90,13 @@ CASES = {
     **_both("7b-ragged", "7b", 64, 1024, 8, ragged=True),
     **_both("7b-8x512", "7b", 8, 512, 8),
 }
-#: measured only by name; 70b has Llama-3-70B's shape and is never written to a disk
+#: only measured by name; 70b has Llama-3-70B's shape and is never written to disk
 ALL = CASES | {
     "ours-70b-8x512": Case("ours", "70b", 8, 512, 8, options=UNTRAINED),
     **_both("tiny", "dry", 8, 12, 4),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
 }
-#: compiled code is kept between runs, as it is for a user; everything else of a case is in a folder of its own
+#: runs share compiled code, as for a user; all other files of a case are temporary
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
 
 
@@ -108,14 +104,14 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-spe
 
 
 class Peak:
-    """Peak of this process's GPU memory in each phase, sampled by NVML."""
+    """Peak GPU memory of this process in each phase, sampled by NVML."""
 
     def __init__(self, every: float = 0.01) -> None:
         import pynvml
 
         self._every = every
         pynvml.nvmlInit()
-        rank = int(os.environ.get("LOCAL_RANK", "0"))  # of several processes each has a GPU
+        rank = int(os.environ.get("LOCAL_RANK", "0"))  # one GPU per process
         devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = devices.split(",")[rank] if devices else str(rank)
         named = pynvml.nvmlDeviceGetHandleByIndex if visible.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
@@ -124,10 +120,7 @@ class Peak:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def now(self) -> int:
-        """
-        Raises:
-            `RuntimeError`: NVML does not show this process.
-        """
+        """Current memory; RuntimeError if NVML does not show this process."""
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
             if process.pid == os.getpid() and process.usedGpuMemory is not None:
                 return int(process.usedGpuMemory)
@@ -140,7 +133,7 @@ class Peak:
 
 
 def show_a_card_of(size: int, peak: Peak) -> None:
-    """Runs side by side each see their own GPU: `torch.cuda.mem_get_info` counts this process only."""
+    """Let `torch.cuda.mem_get_info` count this process only, so that parallel runs each see a separate GPU."""
     import torch
 
     def of_that_size(device: Any = None) -> tuple[int, int]:
@@ -172,7 +165,7 @@ def prompts(longest: int, count: int = 64) -> Any:
 
 
 def plan_of_shape(size: str, work: Workload, gpu: Gpu | None) -> MemoryPlan:
-    """Memory plan from the shape alone, as `qerl-trl plan` makes it."""
+    """Memory plan from the shape alone, as in `qerl-trl plan`."""
     from models import folder
 
     from qerl_trl.memory.formulas import shape_of
@@ -204,15 +197,13 @@ def trainer_of(size: str, settings: dict[str, Any], data: Any, device: str, stoc
     import trl.generation.vllm_generation as generation
     from trl import GRPOConfig, GRPOTrainer
 
-    if settings["use_vllm"]:  # its weights come with the first sync; nothing of them is on disk
+    if settings["use_vllm"]:  # the first sync brings the weights; none are on disk
         generation.LLM = functools.partial(generation.LLM, load_format="dummy")
     return GRPOTrainer(args=GRPOConfig(**settings), **common)
 
 
 def fill_completions(trainer: Any, sequences: int, lengths: Callable[[int], list[int]]) -> None:
-    """Generate a few tokens for `sequences` prompts, and fill the completions with random tokens up to
-    `lengths(count)`.
-    """
+    """Generate a few tokens for `sequences` prompts, then fill up to `lengths(count)` with random tokens."""
     generation = trainer.vllm_generation
     generate, draw = generation.generate, random.Random(1)
 
@@ -243,7 +234,7 @@ def ragged_lengths(longest: int, seed: int = 0) -> Iterator[int]:
 
 
 def settings(case: Case, cpu: bool) -> dict[str, Any]:
-    """Arguments of the trainer, TRL's and (for ours) our own."""
+    """Arguments of the trainer: TRL's, and ours for `ours`."""
     use_vllm = not (cpu and case.who == "stock")  # stock TRL cannot sync into an engine on a CPU
     exact = {"ignore_eos": True, "min_tokens": case.new} if use_vllm else {"min_new_tokens": case.new}
     chosen: dict[str, Any] = {
@@ -256,7 +247,7 @@ def settings(case: Case, cpu: bool) -> dict[str, Any]:
     } | dict(case.options)  # fmt: skip
     if case.who == "ours":
         chosen |= {"base_format": case.base_format, "aqn_num_stages": 2}
-        if case.ragged:  # the log-probabilities of filled tokens are made up
+        if case.ragged:  # filled tokens have made-up log-probabilities
             chosen["rollout_mismatch_threshold"] = None
     elif use_vllm:
         chosen |= {"vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": PROMPT + case.new}
@@ -264,7 +255,7 @@ def settings(case: Case, cpu: bool) -> dict[str, Any]:
 
 
 def plan_of(case: Case) -> MemoryPlan:
-    """The plan that the trainer of a case of ours makes on a GPU of its size; needs no GPU."""
+    """Memory plan of the trainer of an `ours` case on its GPU; runs without a GPU."""
     from qerl_trl import QeRLConfig
 
     args = QeRLConfig(**settings(case, cpu=False) | {"use_cpu": True, "bf16": False})
@@ -280,7 +271,7 @@ def build_trainer(case: Case, device: str, callback: Any) -> Any:
 
 
 def time_phases(trainer: Any, synchronize: Callable[[], None]) -> PhaseTimer:
-    """Time the parts of a step; a nested part counts for itself only."""
+    """Time the parts of a step; nested parts are not counted twice."""
     timer = PhaseTimer("rollout", "sync", "reward", "scoring")
 
     def wrap(owner: Any, name: str, phase: str) -> None:
@@ -306,7 +297,7 @@ def time_phases(trainer: Any, synchronize: Callable[[], None]) -> PhaseTimer:
 
 
 def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] = build_trainer) -> dict[str, Any]:
-    """Build the trainer, take steps, and return their seconds and memory."""
+    """Build the trainer and take steps; return seconds and memory."""
     started = time.perf_counter()
     import torch
     from transformers import TrainerCallback
@@ -398,7 +389,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="Indices of the GPUs to use.")
     parser.add_argument("--limit", type=float, default=LIMIT, help="Seconds for one case.")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument("--commit", help="Commit of the code, if there is no git.")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", choices=ALL, help=argparse.SUPPRESS)
     options = parser.parse_args()

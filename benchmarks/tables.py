@@ -1,6 +1,6 @@
 """Write the tables of the README and the documentation from the committed measurements; `--check` only compares.
 
-A table is between `<!-- begin: NAME -->` and `<!-- end: NAME -->`, on one page.
+Each table is on one page, between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from speed_tables import measured_by, table  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
-#: shipped configurations started on a GPU, by card; the script is in the commits that these name
+#: runs of shipped configurations by GPU; their script is in the commits that they name
 ACCEPTANCE = [ROOT / f"benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
 ARMS = ("nvfp4", "nvfp4 without noise", "bf16", "bf16 with noise", "nf4", "full")
-#: time noted of a run -> what had happened by then
+#: field of a run's times -> description of the event
 SEEN = {"ready_s": "it was ready", "evaluated_s": "the held-out problems were answered", "trained_s": "its steps"}
 ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
 def architectures() -> str:
-    """Support per model, and the errors of refusals; a refusal holds for the cells after it."""
+    """Support per model, and the errors of refusals; a refusal applies to all later cells."""
     record = json.loads(ARCHITECTURES.read_text())
     cells = list(dict.fromkeys(cell for found in record["architectures"].values() for cell in found))
     rows: list[list[str]] = []
@@ -61,7 +61,7 @@ def architectures() -> str:
 
 
 def engines(rollouts: dict[str, dict[str, str]]) -> str:
-    """vLLM, device and dtype of the rollouts: the most frequent dtype, and the models with another."""
+    """vLLM, device and dtype of the rollouts: the most frequent dtype, and the exceptions."""
     shared: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, row in rollouts.items():
         where = (f"vLLM {row['vllm']} on {'a CPU' if row['device'] == 'CPU' else row['device']}", row["commit"])
@@ -106,7 +106,7 @@ def _failed(run: dict[str, Any]) -> str:
 
 
 def _missing() -> dict[tuple[str, ...], list[str]]:
-    """Arms that took no step on a GPU -> configurations of which that is so."""
+    """Arms without a step on a GPU -> their configurations."""
     runs = [run for path in ACCEPTANCE for run in json.loads(path.read_text())["runs"]]
     passed = {(run["config"], run["arm"]) for run in runs if run["passed"]}
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -141,7 +141,7 @@ def small_examples() -> str:
 
 
 def demo() -> str:
-    """The README's sentence on what the embedded run learns."""
+    """The README's sentence on the result of the embedded run."""
     runs = json.loads(learning.DEMO_RESULT.read_text())["runs"]
     before, after = ([100 * run[when]["accuracy"] for run in runs] for when in ("before", "after"))
     device = re.sub(r"\b1 threads\b", "1 thread", runs[0]["device"])
@@ -195,7 +195,7 @@ _TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL
 
 
 def filled(page: Path) -> tuple[str, list[str]]:
-    """The page with every table written again, its links relative to the page, and the names of its tables."""
+    """The page with regenerated tables and relative links, and the names of its tables."""
     found: list[str] = []
 
     def write(match: re.Match[str]) -> str:

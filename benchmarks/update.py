@@ -5,14 +5,14 @@
     python benchmarks/update.py --cases nvfp4-compiled-fused --modes checkpointed checkpointed-around --out FILE
     python benchmarks/update.py --size tiny --device cpu --out FILE                   # dry run
 
-Cases (rank-32 LoRA on all seven projections, bf16 autocast; log-probabilities of the completion by TRL's fused head):
-`stock` is PEFT on a bf16 base in eager mode, as TRL runs it; `stock-torch-compile` the same with transformers'
-torch_compile=True (minutes, so only by name). `bf16-*` and `nvfp4-*` are on that base with decoder layers compiled
-(update/compiled_layers.py), LoRA layers fused (update/lora_linear.py), or both; `nvfp4` is PEFT in eager mode.
+Cases (rank-32 LoRA on all seven projections, bf16 autocast, log-probabilities by TRL's fused head): `stock` is PEFT in
+eager mode on a bf16 base, as in TRL; `stock-torch-compile` adds transformers' torch_compile=True (minutes, so only by
+name). `bf16-*` and `nvfp4-*` are on that base with compiled decoder layers (update/compiled_layers.py), fused LoRA
+layers (update/lora_linear.py), or both; `nvfp4` is PEFT in eager mode.
 
 Modes: `checkpointed` (compiled layers recompute inside, as in the trainer), `checkpointed-around` (transformers'
-checkpoints around compiled layers), `plain`, and `forward` alone. The cases take turns, the median is kept. `first_s`:
-the first call with its compilation. `peak_gib`: memory of a call plus the case's own model.
+checkpoints around compiled layers), `plain`, and `forward` alone. Cases alternate; the median counts. `first_s`: the
+first call with compilation. `peak_gib`: memory of a call plus the case's model.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CASES = (
     "stock", "stock-torch-compile", "bf16-compiled", "bf16-fused", "bf16-compiled-fused", "nvfp4", "nvfp4-compiled",
     "nvfp4-fused", "nvfp4-compiled-fused",
 )  # fmt: skip
-#: sequences, tokens of each, of which completion
+#: sequences, tokens per sequence, tokens per completion
 MICRO_BATCH = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}
 AROUND = "checkpointed-around"
 MODES = ("checkpointed", AROUND, "plain", "forward")
@@ -43,14 +43,14 @@ RANK = 32
 
 
 class Case:
-    """The model of a case, and the calls that are timed."""
+    """The model of a case, and its timed calls."""
 
     def __init__(self, name: str, bases: dict[bool, nn.Module], size: str, device: str):
         self.name, self.device, self.shape = name, device, MICRO_BATCH[device]
         dense = not name.startswith("nvfp4")
         if dense not in bases:
             bases[dense] = policy(size, RANK, device, dense)
-        # with an adapter of its own on the same base weights
+        # a separate adapter on shared base weights
         shared = {id(p): p for p in bases[dense].parameters() if not p.requires_grad}
         self.model = self.run = copy.deepcopy(bases[dense], shared)
         self.model.train()
@@ -88,7 +88,7 @@ class Case:
         self.logps()
 
     def call(self, mode: str) -> Callable[[], None]:
-        """The call of a mode, with the model prepared for it."""
+        """The call of a mode, after preparing the model."""
         inside = self.compiled and mode == "checkpointed"
         if self.compiled:
             self.layers.recompute(self.layers.layers if inside else ())
@@ -109,7 +109,7 @@ class Case:
 
 
 def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Fill `record["cases"]`: the measurements of each, or `skipped` with the reason."""
+    """Fill `record["cases"]` with the measurements, or `skipped` with the reason."""
     started, device = time.monotonic(), args.device
     found: dict[str, dict[str, Any]] = {name: {} for name in args.cases}
     bases: dict[bool, nn.Module] = {}
@@ -123,13 +123,13 @@ def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
         print(f"{name}: skipped, {reason}", flush=True)
 
     def first(name: str, mode: str) -> None:
-        """The first call, with what it compiles."""
+        """The first call, including compilation."""
         case = cases[name]
         if device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
+            before = torch.cuda.memory_allocated()
         call = case.call(mode)
         found[name].setdefault("first_s", {})[mode] = round(seconds(call, device), 2)
         call()
@@ -137,7 +137,7 @@ def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
             raise RuntimeError(why)
         if device == "cuda":
             own = sum(p.numel() * p.element_size() for p in case.model.parameters())
-            peak = torch.cuda.max_memory_allocated() - held + own
+            peak = torch.cuda.max_memory_allocated() - before + own
             found[name].setdefault("peak_gib", {})[mode] = round(peak / 2**30, 2)
         took = time.monotonic() - started
         print(f"{took:5.0f} s  {name} {mode}: first call {found[name]['first_s'][mode]} s", flush=True)
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[mode for mode in MODES if mode != AROUND])
     parser.add_argument("--device", default="cuda", choices=MICRO_BATCH)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=220, help="seconds after which no further case is begun")
+    parser.add_argument("--limit", type=float, default=220, help="seconds after which no further case starts")
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
