@@ -1,6 +1,4 @@
-"""Kernel Hub benchmark (`kernels benchmark .`): each workload is verified against plain PyTorch. The full comparison is
-compare.py.
-"""
+"""Kernel Hub benchmark (`kernels benchmark .`), verified against plain PyTorch. The full comparison is compare.py."""
 
 import torch
 from kernels.benchmark import Benchmark
@@ -20,7 +18,7 @@ def dense(packed, scale, global_scale):
 
 
 class LinearBenchmark(Benchmark):
-    """Qwen2.5-7B's o_proj for 1, 16 and 64 tokens."""
+    """o_proj of Qwen2.5-7B at 1, 16 and 64 tokens."""
 
     seed = 0
 

@@ -1,14 +1,12 @@
-"""Time the kernels against cuBLAS bf16, vLLM's Marlin and humming-kernels: one process, the same inputs, checked before
-they are timed.
+"""Speed of the kernels against cuBLAS bf16, vLLM's Marlin and humming-kernels, on equal inputs with checked results.
 
     python compare.py --out results/h200.json [--marlin _C_stable_libtorch.abi3.so] [--humming] [--models 7B,32B]
 
---marlin: the operator library out of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so); its ABI needs
-    the torch
-version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the four
-matrices of 7B. Weights rotate over several times the second-level cache; CUDA graph replays, ours and cuBLAS in turns,
-median.  Floor = max(bytes / 4.59 TB/s read bandwidth, flops / 790 TFLOP/s), both measured on an H200.  No number is
-reported for a kernel whose check failed.
+--marlin: operator library of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so), for the torch version
+of that wheel. --humming: humming-kernels, compiled with nvcc on first use, on the four matrices of 7B.
+
+Times are medians of alternating CUDA graph replays; weights rotate over several times the L2 cache. Floor = max(bytes /
+4.59 TB/s, flops / 790 TFLOP/s), both measured on an H200. A kernel that fails its check has no time.
 """
 
 import argparse
@@ -35,7 +33,7 @@ FLOAT4_E2M1F_ID = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.
 
 
 class Marlin:
-    """vLLM's fp4 Marlin from its bare operator library; the layout code follows vLLM's marlin_utils_fp4.py."""
+    """vLLM's fp4 Marlin from the bare operator library; the layout code follows vLLM's marlin_utils_fp4.py."""
 
     def __init__(self, library: str):
         torch.ops.load_library(library)
@@ -78,16 +76,14 @@ def humming_layer(N: int, K: int):
 
 
 def cold_us(calls: dict) -> dict[str, float]:
-    """Median microseconds of each call in turns, by events with a cold second-level cache; the GPU waits until all of a
-    call is launched.
-    """
+    """Median microseconds per call, alternating, with a cold L2 cache; the GPU waits until a call is launched."""
     junk = torch.empty(80_000_000, device="cuda", dtype=torch.int32)
     times = {name: [] for name in calls}
     for _ in range(12):
         for name, call in calls.items():
             junk.zero_()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(4_000_000)  # 2 ms: no call takes as long to launch
+            torch.cuda._sleep(4_000_000)  # 2 ms, longer than any launch
             begin.record()
             call()
             end.record()
@@ -97,18 +93,14 @@ def cold_us(calls: dict) -> dict[str, float]:
 
 
 def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
-    """One matrix by humming-kernels, ours and cuBLAS, not by graphs: humming's launches do not survive graph capture
-    everywhere.
-    """
+    """One matrix by humming-kernels, ours and cuBLAS, without CUDA graphs: humming cannot be captured everywhere."""
     humming, dense = humming_layer(N, K)
     weight, gs = random_weight(N, K, 0), torch.tensor([2048.0], device="cuda")
     rows = []
     for M in tokens:
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-        error = relative_error(
-            humming(x), x.float() @ dense.float().T
-        )  # of a 4-bit rounded weight: only a sanity check
+        error = relative_error(humming(x), x.float() @ dense.float().T)  # rough: the weight is rounded to 4 bits
         if not error < 0.2:
             print(f"# humming M={M}: relative error {error:.2f}, not timed")
             continue
@@ -125,7 +117,7 @@ def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
 
 
 def add_humming(result: dict, tokens: list[int], save: Callable[[], None]) -> None:
-    """The matrices of 7B by `against_humming`, saved one by one, and which humming-kernels these are."""
+    """Add the matrices of 7B by `against_humming`, saved one by one, and the version of humming-kernels."""
     result["humming_kernels"] = importlib.metadata.version("humming-kernels")
     result["humming"] = []
     for name, (N, K) in tune.layer_shapes("7B").items():
@@ -139,7 +131,7 @@ def floor_us(N: int, K: int, M: int) -> float:
 
 
 class Matrix(tune.Matrix):
-    """A matrix with its bf16 and Marlin copies."""
+    """A matrix with bf16 and Marlin copies."""
 
     def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
         super().__init__(N, K, tune.layer_splits(name.split(".")[0]).get((N, K)), l2, rank)
@@ -178,7 +170,7 @@ class Matrix(tune.Matrix):
                 calls["marlin_us"] = lambda i: self.marlin[i](x)
             else:
                 print(f"# WRONG marlin {self.name} M={M}: relative error {error:.1e}", flush=True)
-        # Marlin apart: what runs after it finds the clock rested where it draws little power
+        # Marlin separately: where it draws little power, the next kernel would run at a higher clock
         turns = [[key for key in calls if key != "marlin_us"], [key for key in calls if key == "marlin_us"]]
         for keys in turns:
             times = times_us([calls[key] for key in keys], self.copies)
@@ -187,7 +179,7 @@ class Matrix(tune.Matrix):
 
 
 def sums(rows: list[dict]) -> list[dict]:
-    """Per model and M: the four matrices of one decoder layer."""
+    """Sums over the four matrices of a decoder layer, per model and M."""
     found = []
     for model in dict.fromkeys(r["shape"].split(".")[0] for r in rows):
         for M in dict.fromkeys(r["M"] for r in rows):
@@ -222,7 +214,7 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="compare.json")
-    parser.add_argument("--models", default="7B,32B", help="empty: none, to time what --humming does alone")
+    parser.add_argument("--models", default="7B,32B", help="empty: only the matrices of --humming")
     parser.add_argument("--ms", default="1,4,8,16,32,64,128,256,512,1024,4096")
     parser.add_argument("--marlin", default="")
     parser.add_argument("--humming", action="store_true")

@@ -1,14 +1,14 @@
-"""Compile, without a GPU, every kernel that would be selected, for several GPUs and versions of Triton.
+"""Compile all selectable kernels for several GPUs and versions of Triton, without a GPU.
 
     python compile_matrix.py --out results/compile.json --tritons DIR:DIR:...      one folder per version, made by
         pip install --no-deps --target DIR triton==3.9.0
     python compile_matrix.py --out compile.json                                    the installed Triton
 
-The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that
-names the GPU and never launches. A row has a kernel's registers and bytes of stack per thread, shared memory per block
-and the card's limit; or the error. `--quick` leaves out some matrices, numbers of tokens and ranks; kernels/tests runs
-it. The file is written after each version and keeps the rows of others; `kernels` in it is the digest of the sources.
-What uses stack is printed as the table of HOW_IT_WORKS.md.
+The launches are real (ops.product, on tensors without memory); a stub replaces Triton's driver, names the GPU and never
+launches. A row has a kernel's registers and stack bytes per thread, shared memory per block and the card's limit, or
+the error. `--quick`, for kernels/tests, skips some matrices, token counts and ranks. The file is written after each
+version and keeps the rows of others; `kernels` has the digest of the sources. Kernels with stack are printed as the
+table of HOW_IT_WORKS.md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "torch-ext"))
 
-# sm -> a card of this architecture, its multiprocessors, bytes of shared memory that a block may have
+# sm -> a card of this architecture, multiprocessors, maximum shared memory per block in bytes
 CARDS = {
     80: ("NVIDIA A100-SXM4-80GB", 108, 163 * 1024),
     86: ("NVIDIA GeForce RTX 3090", 82, 99 * 1024),
@@ -37,13 +37,13 @@ CARDS = {
 
 
 class Driver:
-    """Stand-in for Triton's driver during compilation."""
+    """Stub of Triton's driver for compilation."""
 
     def __init__(self, sm: int):
         self.sm = sm
 
     def get_current_device(self) -> int:
-        return self.sm  # Triton keeps a target per device
+        return self.sm  # Triton caches the target per device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -55,7 +55,7 @@ class Driver:
 
 
 def pretend(sm: int) -> None:
-    """Let the package and Triton believe in a card of this architecture."""
+    """Make the package and Triton see a card of this architecture."""
     import torch
     from triton.runtime import driver
 
@@ -93,7 +93,7 @@ def recorded(call) -> list:
 
 
 def product(config: dict, N: int, K: int, M: int, splits: tuple[int, ...], rank: int, dtype):
-    """The launches of one matrix product."""
+    """Launches of one matrix product."""
     import torch
 
     from qerl_nvfp4 import ops
@@ -107,7 +107,7 @@ def product(config: dict, N: int, K: int, M: int, splits: tuple[int, ...], rank:
 
 
 def streams() -> None:
-    """The kernels beside the product."""
+    """Kernels other than the product."""
     import torch
 
     from qerl_nvfp4 import ops
@@ -131,22 +131,21 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def rank_in_turn(variant: tuple, known: list[tuple], sm: int) -> int:
-    """The rank that a configuration is compiled for on this card: on three cards it has all, and three configurations
-    of a kernel have all.
+    """Rank to compile a configuration for: every rank occurs over three cards, and over three configurations.
 
     Args:
-        variant: what is compiled, first the kernel's name.
-        known: the variants of this kernel so far; this one is added.
+        variant: kernel name and configuration.
+        known: earlier variants of this kernel; this one is added.
     """
     if variant not in known:
         known.append(variant)
-    # the dense path launches all with an adapter that it launches without
+    # the dense path launches the same kernels with an adapter
     ranks = (256, 32) if variant[0] == "dense" else (256, 32, 0)
     return ranks[(known.index(variant) + list(CARDS).index(sm)) % len(ranks)]
 
 
 def cases(sm: int, quick: bool):
-    """(what, call): everything that is compiled for an architecture."""
+    """(what, call) of everything to compile for an architecture."""
     import torch
 
     from qerl_nvfp4 import cost, ops, select, tune
@@ -159,8 +158,8 @@ def cases(sm: int, quick: bool):
     for dtype in (torch.bfloat16, torch.float16):
         tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         for_wide = () if sm != 90 else (96, 208, 448) if quick else (72, 96, 112, 144, 160, 176, 192, 208, 320, 448)
-        for_tiles = [BM for BM, _ in cost.BEFORE] if sm == 90 else []  # nothing chooses these yet
-        tokens += for_wide  # of some tiles each, which other cards do not have
+        for_tiles = [BM for BM, _ in cost.BEFORE] if sm == 90 else []  # not selected so far
+        tokens += for_wide  # sizes for wide tiles, which other cards lack
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)
         for N, K, shards in matrices:
@@ -170,7 +169,7 @@ def cases(sm: int, quick: bool):
             chosen = [
                 (M, select.choose(N, K, M, 0, bf16, rank, len(shards)), [rank]) for M in tokens for rank in (0, 32, 256)
             ]
-            # `qerl-trl tune` tries them beside what is chosen
+            # also tried by `qerl-trl tune`
             natural = (
                 (M, config | {"natural": True}, [rank])
                 for M, config, (rank,) in chosen
@@ -203,7 +202,7 @@ def cases(sm: int, quick: bool):
 
 
 def compile_all(architectures: list[int], quick: bool) -> list[dict]:
-    """One row per kernel that is launched in each case."""
+    """One row per kernel launched in each case."""
     from qerl_nvfp4 import fallback
 
     rows = []
@@ -224,25 +223,21 @@ def compile_all(architectures: list[int], quick: bool) -> list[dict]:
                 if row not in rows:
                     rows.append(row)
             print(f"sm_{sm} {what} {time.time() - begin:.1f} s", flush=True)
-        for key, reason in fallback.refused.items():  # of the streaming kernels, which fall back by themselves
+        for key, reason in fallback.refused.items():  # streaming kernels have a fallback
             rows.append({"sm": sm, "kernel": str(key), "error": reason})
         fallback.forget()
     return rows
 
 
 def stacks(result: dict) -> str:
-    """Markdown: the kernels that use stack."""
+    """Markdown: the kernels with stack."""
     versions = sorted(result["tritons"])
     found: dict[tuple, dict[str, int]] = collections.defaultdict(dict)
     for version in versions:
         for row in result["tritons"][version]:
             if row.get("stack"):
                 config, about = row["config"], []
-                about += (
-                    [f"{config['BM']} tokens by {64 * config['P']} rows"]
-                    if "P" in config
-                    else [f"{config['BM']} tokens"]
-                )
+                about += [f"{config['BM']} tokens" + (f" by {64 * config['P']} rows" if "P" in config else "")]
                 about += ["x in its natural order"] if config.get("natural") else []
                 about += ["batch-invariant"] if "slices" in config else []
                 about += [f"rank {row['rank']}" if row["rank"] else "no adapter", row["dtype"]]
@@ -256,7 +251,7 @@ def stacks(result: dict) -> str:
 
 
 def in_a_process_of_its_own(triton: str, arguments: list[str], log=None) -> tuple[str, list[dict]]:
-    """The rows of one Triton; "": the installed one."""
+    """Rows of one Triton, compiled in a subprocess; "": the installed Triton."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton, environment.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory() as folder:
@@ -294,7 +289,7 @@ def main() -> None:
         for folder in folders:
             digest = source_digest()
             version, rows = in_a_process_of_its_own(folder, passed_on)
-            # read again for each: another process may have written the rows of another Triton meanwhile
+            # read each time, since another process may have added another Triton
             old = json.loads(args.out.read_text()) if args.out.is_file() else {}
             result = {
                 "command": f"{command} --tritons <one folder per version>",

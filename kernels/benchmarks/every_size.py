@@ -1,22 +1,21 @@
-"""A decoder layer's four matrices at every number of tokens of a draining batch, and the time of every candidate.
+"""Time of a decoder layer's four matrices at all token counts of a draining batch, for every candidate.
 
     python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...]
     python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --layer-sizes 512
-    python kernels/benchmarks/every_size.py --out layers.json --layers-only          # only part 3, by what ships
+    python kernels/benchmarks/every_size.py --out layers.json --layers-only          # part 3 with the shipped kernels
     python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   # layers of several such runs
 
-1. Every variant of the kernels is compiled and checked on a small product, in processes with a time limit; one that
-   fails, hangs or is wrong is named and left out.
-2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates), the selected kernel and cuBLAS bf16 are timed
-   in turns, with an adapter of rank 32, over rotating copies of the weights. fit.py makes the cost model of these rows.
-3. For each model and every multiple of 8 tokens a decoder layer without its attention runs in one CUDA graph over
-   rotating layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by
-   cuBLAS bf16 without one. `glue_us` is the same without products. `ratio` compares whole layers, `products` without
-   glue.
+1. Compile and check every variant on a small product, in processes with a time limit. Variants that fail, hang or are
+   wrong are listed and skipped.
+2. For each matrix and `CANDIDATE_SIZES`, time all candidates (cost.candidates), the selected kernel and cuBLAS bf16 in
+   turns, with a rank-32 adapter and rotating copies of the weights. fit.py fits the cost model to these rows.
+3. For each model and multiple of 8 tokens, time a decoder layer without attention in one CUDA graph over rotating
+   layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by cuBLAS
+   bf16 without. `glue_us`: without products. `ratio` compares layers, `products` layers less the glue.
 
-`cost_model` is the digest of configs/cost_model.json; measurements of `qerl-trl tune` are not read. With
-`--layers-only` a shipped variant that fails ends the run. A product whose check failed has no time, and every part
-stops in time for the next. `--dry-run` runs on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices.
+`cost_model`: digest of configs/cost_model.json; user measurements of `qerl-trl tune` are ignored. With `--layers-only`
+a failed shipped variant ends the run. A product that fails its check has no time. `--dry-run` runs tiny matrices on a
+CPU in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import argparse
@@ -48,14 +47,14 @@ CANDIDATE_SIZES = (
     24, 32, 48, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256, 264, 320, 384, 392, 448, 512, 704, 1504,
 )  # fmt: skip
 LAYER_SIZES = (*range(8, 513, 8), 704, 1504)
-COMPILED = ("wgmma", "wide")  # kernels of which every variant is tried before
+COMPILED = ("wgmma", "wide")  # kernels with variants to probe first
 RANK = 32
 PROBE_SECONDS = 75
 TINY = (256, 256, 128, 512)
 
 
 def times_us(calls: list, copies: int, repeats: int, at_least: int) -> list[float]:
-    """timing.times_us, or on a CPU one call each."""
+    """timing.times_us, or one call each on a CPU."""
     if torch.cuda.is_available():
         return timing.times_us(calls, copies, repeats, at_least)
     found = []
@@ -67,7 +66,7 @@ def times_us(calls: list, copies: int, repeats: int, at_least: int) -> list[floa
 
 
 def rows_of(model: str, N: int, K: int) -> int:
-    """Rows of the stacked A's of a matrix of a model."""
+    """Rows of the stacked A of a matrix of a model."""
     return RANK * len(tune.layer_splits(model).get((N, K), (N,)))
 
 
@@ -76,7 +75,7 @@ def multiprocessors() -> int:
 
 
 def shipped(N: int, K: int, M: int, rows: int) -> dict:
-    """The shipped configuration with an adapter of so many rows of A; tuning by the user is ignored."""
+    """Shipped configuration for an adapter with this number of rows of A; ignores user tuning."""
     if not torch.cuda.is_available():
         return {"kernel": "dense", "pieces": 1}
     return with_adapter(select.shipped(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK)[0])
@@ -86,7 +85,7 @@ def shipped(N: int, K: int, M: int, rows: int) -> dict:
 
 
 def probe(config: dict) -> str:
-    """Why a variant cannot be used; "": it can. Two shapes, shared tiles and whole ones, an adapter of two shards."""
+    """Reason to reject a variant, or "". Two shapes, shared and unshared tiles, an adapter of two shards."""
     torch.manual_seed(0)
     for grid, M in ((5, config["BM"] + 19), (132, config["BM"] - 3)):
         N, K = 640, 1024
@@ -111,9 +110,7 @@ def probe(config: dict) -> str:
 
 
 def usable_variants(configs: list[dict], seconds: float) -> tuple[set[str], dict[str, str]]:
-    """Variants that passed, and why others did not; what is not done in time counts as failed, and its process is
-    ended.
-    """
+    """Variants that passed, and reasons against the others; a timeout is a failure and ends the process."""
     unique = {cost.variant(c): c for c in configs if c["kernel"] in COMPILED}
     if not torch.cuda.is_available():
         return set(), {}
@@ -137,7 +134,7 @@ def runs(config: dict, good: set[str]) -> bool:
 
 
 def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
-    """For every size: microseconds of each candidate that is right, and of cuBLAS bf16."""
+    """Microseconds of each correct candidate and of cuBLAS bf16, per size."""
     rows, (N, K) = [], (matrix.N, matrix.K)
     device = matrix.gs.device
     dense = [
@@ -224,11 +221,11 @@ class Layers:
             self.dense.append(
                 {n: torch.randn(N, K, device=device, dtype=torch.bfloat16) * 0.02 for n, (N, K) in shapes.items()}
             )
-        self.norm = torch.full((self.hidden,), 0.01, device=device)  # so that a random layer's values stay small
+        self.norm = torch.full((self.hidden,), 0.01, device=device)  # keeps the values of a random layer small
         self.shapes, self.device = shapes, device
 
     def run(self, x, product) -> torch.Tensor:
-        """`product(name, x)`, of the four matrices."""
+        """Apply `product(name, x)` for the four matrices."""
         n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x)
         y = product("o", product("qkv", n)[:, : self.q])
         n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h)
@@ -236,7 +233,7 @@ class Layers:
         return product("down", F.silu(gate) * up) + h
 
     def call(self, M: int, chosen: dict[str, dict] | None):
-        """call(i): layer i by these configurations; None: by cuBLAS bf16; {}: without products."""
+        """call(i): layer i with these configurations; None: cuBLAS bf16; {}: no products."""
         x = torch.randn(M, self.hidden, device=self.device, dtype=torch.bfloat16)
         outs = {n: torch.empty(M, N, device=self.device, dtype=torch.bfloat16) for n, (N, _) in self.shapes.items()}
 
@@ -254,7 +251,7 @@ class Layers:
 
 
 def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
-    """Layers by what ships, with an adapter."""
+    """Layers with the shipped kernels and an adapter."""
     layers = Layers(model, l2, "cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for M in sizes:
@@ -280,14 +277,12 @@ def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
     return rows
 
 
-#: of a run with `--layers-only`, what its layers have in common
+#: fields shared by the layers of a `--layers-only` run
 OF_A_RUN = ("device", "multiprocessors", "torch", "triton", "commit", "command", "lora_rank", "cost_model")
 
 
 def joined(records: list[dict]) -> dict:
-    """`runs`, each with its models, and their `layers`; a model that several have is the last one's, and is left out
-    where sizes are missing.
-    """
+    """Join `runs` and `layers`: the last run of a model with all sizes replaces earlier ones."""
     runs, found = [], {}
     for record in records:
         heads = record.get("runs") or [{name: record[name] for name in OF_A_RUN}]
@@ -302,7 +297,7 @@ def joined(records: list[dict]) -> dict:
 
 
 def write(path: str, result: dict) -> None:
-    """A row of `matrices` and `layers` a line; the file is there whole, or as it was."""
+    """Write atomically, with one row of `matrices` and `layers` per line."""
     head, *lists = [json.dumps({k: v for k, v in result.items() if k not in ("matrices", "layers")}, indent=1)[:-2]]
     for name in ("matrices", "layers"):
         if name in result:
@@ -322,7 +317,7 @@ def main() -> None:
     parser.add_argument(
         "--layers-only",
         action="store_true",
-        help="time layers at every multiple of 8, by what ships, and no candidates",
+        help="time layers with the shipped kernels at every multiple of 8, no candidates",
     )
     parser.add_argument(
         "--probe-seconds", type=float, default=PROBE_SECONDS, help="a variant that takes longer to compile is left out"
@@ -333,14 +328,14 @@ def main() -> None:
         write(args.out, joined([json.loads(path.read_text()) for path in args.join]))
         return
     if args.layers_only and args.sizes:
-        parser.error("--layers-only times what ships and no candidates, and --sizes is about candidates: leave out one")
+        parser.error("--sizes selects candidates, and --layers-only times none: pass one of them")
     begin, on_gpu = time.time(), torch.cuda.is_available()
     if args.dry_run:
         tune.MODELS["tiny"] = TINY
         args.models, args.layer_sizes = "tiny", args.layer_sizes or "8,24"
         args.sizes = args.sizes or ("" if args.layers_only else "24,160")
     elif not on_gpu:
-        raise SystemExit("every_size.py times a GPU, and there is none; --dry-run shows on a CPU that it works")
+        raise SystemExit("No GPU found. Use --dry-run to test on a CPU")
     sizes = [int(m) for m in args.sizes.split(",")] if args.sizes else list(CANDIDATE_SIZES)
     sizes = [] if args.layers_only else sizes
     layer_sizes = [int(m) for m in args.layer_sizes.split(",")] if args.layer_sizes else list(LAYER_SIZES)
@@ -349,9 +344,7 @@ def main() -> None:
     layers_until = begin + args.seconds
     candidates_until = layers_until - (60 if len(layer_sizes) > 20 else 20)
     if on_gpu:
-        signal.alarm(
-            int(args.seconds) + 40
-        )  # a kernel that hangs in spite of the probe ends the process; the file has what was saved
+        signal.alarm(int(args.seconds) + 40)  # ends a process that hangs despite the probe; saved rows are kept
     import triton
 
     result = {
@@ -381,7 +374,7 @@ def main() -> None:
     )
     save()
     if args.layers_only and result["variants_left_out"]:
-        raise SystemExit(f"what ships does not work here, so nothing is timed: {result['variants_left_out']}")
+        raise SystemExit(f"Shipped variants failed, nothing was timed: {result['variants_left_out']}")
     device = "cuda" if on_gpu else "cpu"
     for model, name, N, K in [] if args.layers_only else matrices:
         if time.time() > candidates_until:

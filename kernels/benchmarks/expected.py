@@ -1,6 +1,6 @@
-"""Expected times on GPUs that were not measured: a layer's four matrices, by qerl_nvfp4/bounds.py.
+"""Expected times of a layer's four matrices on unmeasured GPUs, by qerl_nvfp4/bounds.py.
 
-python kernels/benchmarks/expected.py [--model 7B]      prints the tables of HOW_IT_WORKS.md
+python kernels/benchmarks/expected.py [--model 7B]      # prints the tables of HOW_IT_WORKS.md
 """
 
 import argparse
@@ -12,11 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 from qerl_nvfp4 import bounds, tune
 
 SIZES = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-SHARED_KIB = {(8, 0): 163}  # of a block, on the cards of bounds.CARDS; 99 on all others
+SHARED_KIB = {(8, 0): 163}  # per block, on the cards of bounds.CARDS; 99 elsewhere
 
 
 def expected(card: bounds.Card, model: str, M: int) -> dict:
-    """Microseconds of the four matrices (floor, as selected, dense, bf16), and what bounds the largest."""
+    """Microseconds of the four matrices (floor, as selected, dense, bf16), and the bound of the largest."""
     shared = SHARED_KIB.get(card.capability, 99) * 1024
     sums = {"floor": 0.0, "ours": 0.0, "dense": 0.0, "bf16": 0.0}
     for name, (N, K) in tune.layer_shapes(model).items():
@@ -34,7 +34,7 @@ def expected(card: bounds.Card, model: str, M: int) -> dict:
 
 
 def table(model: str) -> list[str]:
-    """One row per card: at each number of tokens the share of the floor, and cuBLAS bf16 over ours."""
+    """One row per card: share of the floor and speed relative to cuBLAS bf16, per token count."""
     lines = ["| card | " + " | ".join(str(M) for M in SIZES) + " |", "|---|" + "---:|" * len(SIZES)]
     named = []
     for card in bounds.CARDS:

@@ -1,18 +1,14 @@
-"""Fit the cost model (qerl_nvfp4/cost.py) to the candidates that every_size.py timed, and write
-configs/cost_model.json.
+"""Fit the cost model (qerl_nvfp4/cost.py) to the candidates timed by every_size.py.
 
     python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write] [--result results/every_size_h200.json]
 
-Variants without which nothing gets slower are left out, since each must be compiled; of a result, where that was done,
-none.  Every other one has factors of its own, none of them negative, by least squares of the relative error, and the
-number of tokens up to which they hold. Candidates far from the fastest count less (`NEAR`): how slow they are decides
-nothing. A variant was timed on few matrices; where these do not say what a term costs, its factors stay near those of
-its kernel with all its tiles (`FAMILY`), in which a term costs in proportion to a tile's rows, tokens, or both.
-Printed, and kept in the file: how far the chosen candidate is from the fastest one measured, be it left out or not
-("loss"), with all shapes in the fit and, which is what counts, with the matrix in question left out of it.  For the
-matrices that were measured the file also holds what was fastest ("timed"), where the table or the model would choose
-something slower by more than `GAIN`; of a matrix and numbers of tokens that are priced as one, by the last run that
-timed them.
+`--write` writes configs/cost_model.json. Variants that make nothing faster are dropped, since each must be compiled
+(a `--result` file has already dropped them). The others have nonnegative factors, by least squares of the relative
+error, and a largest number of tokens. Slow candidates count less (`NEAR`). Variants were timed on few matrices: factors
+without enough data stay near those of the kernel's other tiles (`FAMILY`), in proportion to a tile's rows, tokens, or
+both. "loss", printed and stored: the chosen candidate relative to the fastest measured one, dropped ones included, for
+all shapes and with each matrix left out of the fit (the figure to judge by). "timed" in the file: the fastest measured
+configuration, where table or model would be slower by more than `GAIN`; sizes with one price use the last run.
 """
 
 import argparse
@@ -31,16 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 from qerl_nvfp4 import cost, select
 
-TOLERANCE = 0.002  # how much slower than with all variants the best of those that are kept may be, in the mean
-AT_ANY_SIZE = 0.003  # the same at any one number of tokens
+TOLERANCE = 0.002  # allowed mean loss from dropping variants
+AT_ANY_SIZE = 0.003  # the same at any single token count
 
 
-GAIN = 1.01  # what is measured to be slower by more than this is not chosen
+GAIN = 1.01  # a candidate measured to be slower by this factor is not chosen
 OF_A_GPU = ("device", "multiprocessors")
 OF_A_RUN = (*OF_A_GPU, "torch", "triton", "commit", "command")
-NEAR = 0.3  # a candidate that is slower than the fastest by this counts half
-FAMILY = 3.0  # weight of a family's factors beside a variant's own samples
-# by what of a tile (64 P rows, BM tokens) a term may cost within a family; others by nothing
+NEAR = 0.3  # a candidate slower than the fastest by this share counts half
+FAMILY = 3.0  # weight of a family's factors relative to a variant's samples
+# scaling of a term with a tile (64 P rows, BM tokens) within a family; others are constant
 BY_TILE = {
     "units": ("rows x tokens", "rows", "tokens", "nothing"),
     "units of tokens that are not": ("rows x tokens", "tokens"),
@@ -49,11 +45,11 @@ BY_TILE = {
     "split": ("rows x tokens", "nothing"),
     "shares": ("rows x tokens", "nothing"),
 }
-AT_LEAST = 4  # samples of a variant, and of its largest numbers of tokens
+AT_LEAST = 4  # samples of a variant, and at its largest token counts
 
 
 class Sample(NamedTuple):
-    """A timed candidate: its cost terms, microseconds, tokens, weight."""
+    """A timed candidate: cost terms, microseconds, tokens, weight."""
 
     values: dict[str, float]
     us: float
@@ -62,9 +58,7 @@ class Sample(NamedTuple):
 
 
 def not_negative(samples: list[Sample], near: dict[str, float] | None = None) -> dict[str, float]:
-    """Factors >= 0 that minimize the sum of (weight (predicted / us - 1))^2, and of how far they are from `near`:
-    Lawson and Hanson's active sets.
-    """
+    """Factors >= 0 with the least sum of (weight (predicted / us - 1))^2 and distance to `near`, by active sets."""
     names = list(samples[0].values)
     A = torch.tensor([[s.values[n] / s.us * s.weight for n in names] for s in samples], dtype=torch.float64)
     scale = A.norm(dim=0).clamp(min=1e-30)
@@ -95,14 +89,12 @@ def not_negative(samples: list[Sample], near: dict[str, float] | None = None) ->
 
 
 def known(config: dict) -> bool:
-    """Whether the model has a price for such a configuration."""
+    """Whether the model has a price for the configuration."""
     return config["kernel"] in ("wgmma", "wide", "dense") and config.get("tasks", True) in (True, False)
 
 
 def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[str]:
-    """Variants without which the best candidates would be slower by `tolerance`, the mean over rows, or by `at_any`,
-    that over those of one number of tokens: others only cost time to compile.
-    """
+    """Smallest set of variants with a loss up to `tolerance` in the mean, and up to `at_any` per token count."""
     timed = [{} for _ in rows]
     for best, row in zip(timed, rows, strict=True):
         for c in row["candidates"]:
@@ -128,7 +120,7 @@ def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[
 
 
 def samples_of(rows: list[dict], sms: int) -> tuple[dict[str, list[Sample]], dict[str, dict]]:
-    """variant -> samples, and a configuration of each."""
+    """variant -> samples, and one configuration each."""
     found: dict[str, list[Sample]] = {}
     configs = {}
     for row in rows:
@@ -145,12 +137,12 @@ def samples_of(rows: list[dict], sms: int) -> tuple[dict[str, list[Sample]], dic
 
 
 def family(config: dict) -> tuple:
-    """Key of variants that differ only in their tiles."""
+    """Key of variants with the same kernel and other tiles."""
     return config["kernel"], config.get("permute"), config.get("natural", False), config.get("tasks")
 
 
 def by_tile(values: dict[str, float], config: dict) -> dict[tuple[str, str], float]:
-    """The terms of a family: each by what of a tile it may cost."""
+    """The terms of a family, each scaled by parts of a tile."""
     if config["kernel"] not in ("wgmma", "wide"):
         return {(name, "nothing"): value for name, value in values.items()}
     rows, tokens = config["P"], config["BM"] / 64
@@ -161,7 +153,7 @@ def by_tile(values: dict[str, float], config: dict) -> dict[tuple[str, str], flo
 
 
 def factors_of(rows: list[dict], sms: int) -> dict[str, dict[str, float]]:
-    """Of every variant with enough samples; they hold up to the number of tokens that as many samples have."""
+    """Factors of variants with enough samples, with the largest token count covered by as many samples."""
     variants, configs = samples_of(rows, sms)
     families: dict[tuple, list[Sample]] = {}
     for name, samples in sorted(variants.items()):
@@ -183,15 +175,13 @@ def factors_of(rows: list[dict], sms: int) -> dict[str, dict[str, float]]:
 
 
 def complete(config: dict, M: int) -> dict:
-    """A configuration as it is launched with an adapter."""
+    """Configuration as launched with an adapter."""
     config = {name: value for name, value in select.with_adapter(config).items() if name != "lora"}
     return config | {"tasks": cost.beside(config, M)} if config["kernel"] in ("wgmma", "wide") else config
 
 
 def slower(config: dict, rows: list[dict]) -> float:
-    """How much slower than the fastest candidate a configuration is at the worst of these rows; infinity if it was not
-    timed in all.
-    """
+    """Worst ratio of a configuration to the fastest candidate over these rows; infinity if not timed in all."""
     worst = 0.0
     for row in rows:
         us = [c["us"] for c in row["candidates"] if complete(c["config"], row["M"]) == complete(config, row["M"])]
@@ -200,8 +190,8 @@ def slower(config: dict, rows: list[dict]) -> float:
 
 
 def latest(rows: list[dict]) -> list[dict]:
-    """One row for each matrix, rows of A and number of tokens. Of numbers of tokens that are priced as one, those of
-    the last run: one configuration answers them, and what two runs timed is not to be told apart by a few percent.
+    """Last row per matrix, rows of A and token count. Token counts with one price take rows of the last run only, since
+    differences of a few percent between runs are noise.
     """
     size = {r["M"]: cost.size_of(r["M"]) or r["M"] for r in rows}
     last = {(r["N"], r["K"], r["rows"], size[r["M"]]): r.get("commit") for r in rows}
@@ -210,10 +200,9 @@ def latest(rows: list[dict]) -> list[dict]:
 
 
 def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> list[dict]:
-    """What was timed to be faster by more than `GAIN` than what is chosen without having been timed; `table`:
-    select.load_table's.
+    """Timed configurations faster by more than `GAIN` than the choice without timings; `table`: select.load_table's.
 
-    Numbers of tokens that are priced as one are answered by one configuration.
+    Token counts with one price get one configuration.
     """
     places: dict[tuple[int, int, int, int], list[dict]] = {}
     for row in latest(rows):
@@ -235,12 +224,12 @@ def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> 
 
 
 def fastest_us(row: dict) -> float:
-    """Of all candidates that were timed, those that are left out among them."""
+    """Fastest of all timed candidates, dropped ones included."""
     return row.get("best_us") or min(c["us"] for c in row["candidates"])
 
 
 def losses(rows: list[dict], sms: int, model: dict) -> list[tuple[float, dict, dict]]:
-    """(relative loss of the chosen one of the candidates that were timed, row, chosen)."""
+    """(relative loss of the chosen timed candidate, row, candidate)."""
     found = []
     for row in rows:
         priced = [
@@ -271,7 +260,7 @@ def quality(found: list) -> dict:
 
 
 def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
-    """The factors and their quality."""
+    """Factors and their quality."""
     if any("best_us" not in row for row in rows):
         names = fewest(rows, TOLERANCE, AT_ANY_SIZE)
         rows = [row | {"best_us": fastest_us(row), "candidates": kept(row, names)} for row in rows]
@@ -288,14 +277,14 @@ def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
 
 
 def kept(row: dict, names: Collection[str]) -> list[dict]:
-    """The row's candidates of these variants."""
+    """Candidates of the row with these variants."""
     return [c for c in row["candidates"] if known(c["config"]) and cost.variant(c["config"], row["M"]) in names]
 
 
 def joined(runs: list[dict]) -> dict:
-    """The first run with the rows of all, of which those of later ones say their commit; `more`: what made these.
+    """The first run with the rows of all; later rows have their commit, and `more` has the later heads.
 
-    Raises `ValueError` where they are of several GPUs.
+    Raises `ValueError` for runs on different GPUs.
     """
     first = runs[0]
     for head in (head for run in runs for head in (run, *run.get("more", ()))):
@@ -314,7 +303,7 @@ def joined(runs: list[dict]) -> dict:
 
 
 def write_result(run: dict, model: dict, path: Path) -> None:
-    """A run with one row per line, of the candidates only those that the model knows."""
+    """Write a run with one row per line, with the candidates of the model only."""
     head = {k: v for k, v in run.items() if k not in ("matrices", "layers", "fit")}
     for row in run["matrices"]:
         row.setdefault("candidates_timed", len(row["candidates"]))
@@ -332,9 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--write", action="store_true", help="write configs/cost_model.json")
-    parser.add_argument(
-        "--result", type=Path, help="write the rows of all runs in one file, without the candidates that are left out"
-    )
+    parser.add_argument("--result", type=Path, help="file for the rows of all runs, without dropped candidates")
     args = parser.parse_args()
     whole = joined([json.loads(path.read_text()) for path in args.files])
     rows, sms = whole["matrices"], whole["multiprocessors"]

@@ -1,12 +1,10 @@
-"""Instructions to decode a word of eight codes on Blackwell, by bits and by its conversion instruction. No GPU is
-needed.
+"""Instructions to decode a word of eight codes on Blackwell: by bits, and by the conversion instruction. Needs no GPU.
 
     python fp4_conversion.py --tritons DIR:DIR:... --out results/fp4_conversion.json    # a folder per version of Triton
 
-A kernel of one decode is assembled, and its machine instructions are counted, less those of a kernel that only moves as
-much. `bits` and `conversion` are the kernels' own assembly (portable.DECODE_WORD, hopper.CONVERT_WORD); `by way of
-float16` is what there is without the conversion to bfloat16, which ptxas has from CUDA 13.2 on. HOW_IT_WORKS.md sums it
-up.
+Counts the machine instructions of an assembled kernel with one decode, less those of a kernel that only copies. `bits`
+and `conversion`: the kernels' assembly (portable.DECODE_WORD, hopper.CONVERT_WORD). `by way of float16`: without the
+conversion to bfloat16, which ptxas has since CUDA 13.2. HOW_IT_WORKS.md has the summary.
 """
 
 import argparse
@@ -49,10 +47,10 @@ st.global.v4.b32 [b], {{h0, h1, h2, h3}}; ret; }}"""
 
 
 def counted(asm: str, sm: int, tools: Path) -> list[str] | None:
-    """Machine instructions; None where this assembler does not know one."""
+    """Machine instructions, or None if the assembler lacks one."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
-        for version in ("9.2", "9.1", "9.0", "8.8", "8.7"):  # the newest that the assembler takes
+        for version in ("9.2", "9.1", "9.0", "8.8", "8.7"):  # the newest version of the assembler
             source.write_text(ptx(asm, sm, version))
             done = subprocess.run(
                 [tools / "ptxas-blackwell", f"-arch=sm_{sm}a", source, "-o", cubin], capture_output=True, check=False
@@ -62,7 +60,7 @@ def counted(asm: str, sm: int, tools: Path) -> list[str] | None:
                 found = re.findall(
                     r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", listed.stdout, re.MULTILINE
                 )
-                return [name for name in found if not re.search("NOP|BRA|MOV", name)]  # the bare kernel has to move
+                return [name for name in found if not re.search("NOP|BRA|MOV", name)]  # the copy kernel needs moves
     return None
 
 
