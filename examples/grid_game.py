@@ -2,26 +2,27 @@
 # requires-python = ">=3.11"
 # dependencies = ["qerl-trl[math,track] @ git+https://github.com/qerl-trl/qerl-trl"]
 # ///
-"""A small game of several turns, through TRL's `environment_factory`: walk to the treasure, not into the pit. Minutes on a CPU.
+"""A small game of several turns through TRL's `environment_factory`: walk to the treasure, avoid the pit.
 
-    accelerate launch examples/grid_game.py
+    accelerate launch examples/grid_game.py                                        # minutes on a CPU
     qerl-trl train --task examples/tasks/grid_game.yaml --config grid_game
 
-Each turn is a call of `move`, answered by where treasure and pit lie now; the noise is drawn once per trajectory, not once per turn.
+Each turn is a call of `move`; the answer has the new directions of treasure and pit. Noise is drawn once per
+trajectory, not once per turn.
 """
 
 import random
 
 from qerl_trl import QeRLGRPOTrainer, Script, Task
 
-FAR = 3  # steps to the treasure along each axis, at most
+FAR = 3  # maximum steps to the treasure along each axis
 STEPS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
 class Treasure:
-    """The environment: TRL makes one per completion. `reset` gets the row of the data, the other public methods are the model's tools.
+    """The environment of one completion. `reset` gets the row of the data; other public methods are tools of the model.
 
-    `treasure` and `pit` are (columns to the right, rows down) from where the player stands.
+    `treasure` and `pit` are (columns to the right, rows down) relative to the player.
     """
 
     def reset(self, treasure, pit, **row) -> str:
@@ -62,9 +63,10 @@ def way(place: tuple[int, int]) -> str:
 
 
 def games(test: int = 200, seed: int = 0) -> dict[str, list[dict]]:
-    """The data: every treasure 2 to 5 steps away, every pit on the way or beside it.
+    """The data: treasures 2 to 5 steps away, pits on the way or next to it.
 
-    Held out are places of the pit *as seen from the treasure*, which no step changes: no position of a held-out game is met in training.
+    The split is by the position of the pit relative to the treasure. Steps do not change it, so training never meets a
+    position of a held-out game.
     """
     span = range(-FAR, FAR + 1)
     boards: dict[tuple[int, int], list[dict]] = {}
@@ -81,13 +83,12 @@ def games(test: int = 200, seed: int = 0) -> dict[str, list[dict]]:
 
 
 def around(steps: int) -> range:
-    """From one step behind the player to one beyond the treasure, along one axis."""
+    """From one step behind the player to one step beyond the treasure, along one axis."""
     return range(min(steps, 0) - 1, max(steps, 0) + 2)
 
 
-TASK = Task(
-    name="treasure on a grid", dataset_name=games, environment_factory=Treasure
-)  # the reward is the environment's own
+# the reward is the environment's
+TASK = Task(name="treasure on a grid", dataset_name=games, environment_factory=Treasure)
 
 if __name__ == "__main__":
     script = Script.parse(TASK, config="grid_game")

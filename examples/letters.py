@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["qerl-trl[math,track] @ git+https://github.com/qerl-trl/qerl-trl"]
 # ///
-"""Write a word backwards: own data, own reward, nothing of arithmetic. Minutes on a CPU.
+"""Write a word backwards: custom data and a custom reward, without arithmetic. Minutes on a CPU.
 
 accelerate launch examples/letters.py                                # the task in Python, below
 qerl-trl train --task examples/tasks/letters.yaml --config letters   # the same task in YAML
@@ -16,13 +16,13 @@ CONSONANTS, VOWELS = "BCDFGKLMNPRSTVZ", "AEIOU"
 
 
 def word(rng: random.Random, letters: int) -> str:
-    """A made-up word that can be spoken."""
+    """A pronounceable made-up word."""
     start = rng.random() < 0.5
     return "".join(rng.choice(VOWELS if (i + start) % 2 else CONSONANTS) for i in range(letters))
 
 
 def words(train: int = 2000, test: int = 400, seed: int = 0) -> dict[str, list[dict]]:
-    """The data: words of 4 to 8 letters, none of them on both sides."""
+    """The data: words of 4 to 8 letters, without overlap of the splits."""
     rng = random.Random(seed)
     seen: dict = {}
     while len(seen) < train + test:
@@ -32,7 +32,7 @@ def words(train: int = 2000, test: int = 400, seed: int = 0) -> dict[str, list[d
 
 
 def letters_in_place(completions, answer, **kwargs) -> list[float]:
-    """The reward: the share of letters that stand where they belong."""
+    """The reward: the share of letters in the right place."""
     texts = [completion[0]["content"].strip() for completion in completions]
     pairs = zip(texts, answer, strict=True)
     return [sum(map(str.__eq__, text, right)) / max(len(text), len(right)) for text, right in pairs]
@@ -42,7 +42,7 @@ TASK = Task(
     name="words backwards",
     dataset_name=words,
     reward_funcs=[letters_in_place],
-    grader="exact",  # held out, only the whole word counts
+    grader="exact",  # evaluation counts complete words only
     answer_format="whole",
 )
 

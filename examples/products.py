@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["qerl-trl[math,track] @ git+https://github.com/qerl-trl/qerl-trl"]
 # ///
-"""Products of two digits, asked as a chat: the task of `make demo-real`, where a real model learns it on a CPU.
+"""Products of two digits as a chat: the task of `make demo-real`, learned by a real model on a CPU.
 
 qerl-trl train --config smollm2     # SmolLM2-135M-Instruct, from the Hub
 """
@@ -15,7 +15,7 @@ HOW = "Give only the result as your final answer. Answer with only the result, n
 
 
 def products(held_out: int = 40) -> dict[str, list[dict]]:
-    """All 81 of 1 to 9; a pair is on one side in both orders, so that nothing held out was seen the other way round."""
+    """All 81 products of 1 to 9. Both orders of a pair are in one split, so no held-out product was seen reversed."""
     pairs = list(itertools.combinations_with_replacement(range(1, 10), 2))
     random.Random(0).shuffle(pairs)
     rows: list[dict] = []
@@ -26,7 +26,7 @@ def products(held_out: int = 40) -> dict[str, list[dict]]:
 
 
 def last_number(answer: str, reference: str) -> bool:
-    """The grader: what counts is the last number of the first line, so that a whole sentence is right, too."""
+    """The grader: compares the last number of the first line, so that a full sentence is right, too."""
     return re.findall(r"\d+", answer.strip().partition("\n")[0])[-1:] == [reference]
 
 
@@ -36,5 +36,5 @@ def right(completions, answer, **kwargs) -> list[float]:
 
 
 def brief(completions, **kwargs) -> list[float]:
-    """The result alone, as it was asked for."""
+    """Reward for the result alone, as the prompt asks."""
     return [float(completion[-1]["content"].strip().isdigit()) for completion in completions]

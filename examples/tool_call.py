@@ -1,4 +1,4 @@
-"""Ask a tool, through TRL's `tools=`: what something costs is in a price list that the model cannot know. Minutes on a CPU.
+"""Call a tool through TRL's `tools=`: prices are in a list unknown to the model. Minutes on a CPU.
 
 accelerate launch examples/tool_call.py
 qerl-trl train --task examples/tasks/tool_call.yaml --config tool_call
@@ -29,7 +29,7 @@ def question(items: list[str]) -> str:
 
 
 def questions(train: int = 2000, test: int = 400, seed: int = 0) -> dict[str, list[dict]]:
-    """The data: prices and sums of two prices; what is asked for in the test is asked for nowhere else."""
+    """The data: prices and sums of two prices; the items of the test split occur there only."""
     rng, items = random.Random(seed), sorted(PRICES)
     rng.shuffle(items)
     sides = {"train": (train, items[100:]), "test": (test, items[:100])}
@@ -41,7 +41,7 @@ def questions(train: int = 2000, test: int = 400, seed: int = 0) -> dict[str, li
 
 
 def looked_up(completions, items, **kwargs) -> list[float]:
-    """The first reward: the share of items that the price list was asked for, none of them guessed."""
+    """The first reward: the share of items looked up in the price list."""
     shares = []
     for completion, wanted in zip(completions, items, strict=True):
         calls = [each["function"] for message in completion for each in message.get("tool_calls") or []]
@@ -54,7 +54,7 @@ TASK = Task(
     name="prices from a tool",
     dataset_name=questions,
     tools=[price],
-    reward_funcs=[looked_up, "correctness_reward"],  # the first one decides what counts as solved
+    reward_funcs=[looked_up, "correctness_reward"],  # the first one decides whether a problem counts as solved
     grader="numeric",
 )
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Word problems in GSM8K's format, generated, with a held-out split that training can't touch.
+"""Generated word problems in GSM8K's format, with a held-out split that training cannot reach.
 
-    python make_problems.py            # writes train.jsonl and test.jsonl beside this file, always the same bytes
+    python make_problems.py            # writes train.jsonl and test.jsonl next to this file, always the same bytes
 
-A problem is a template plus numbers plus names and things. One line of the files is `{"question": ..., "answer": ...}`; the
-answer works line by line and ends with `#### n`, as GSM8K's does (without its `<<48/2=24>>` calculator marks).
+A problem is a template with numbers, names and things. A line of the files is `{"question": ..., "answer": ...}`; the
+answer has one line per step and ends with `#### n`, as in GSM8K (without its `<<48/2=24>>` calculator marks).
 
-The split is made before anything is drawn: `bucket(template, numbers)` hashes a template's name and its numbers (never the names
-or things in the story), and a fifth of all combinations belongs to the held-out side. `pretrain.py` and `train.jsonl` only ever
-draw from the other four fifths, so a held-out problem can't have been seen, not even retold about somebody else.
+The split comes before any draw: `bucket(template, numbers)` hashes the template's name and the numbers, without names
+and things, and holds out a fifth of the combinations. `pretrain.py` and `train.jsonl` draw from the other four fifths,
+so training has not seen a held-out problem, not even with other names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT_BUCKETS, BUCKETS = 2, 10
-LARGEST = 199  # no quantity in a problem or its solution is above this
+LARGEST = 199  # maximum of all quantities in a problem and its solution
 
 NAMES = ("Tom", "Anna", "Ben", "Lucy", "Omar", "Mia", "Sam", "Nina")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
@@ -34,8 +34,8 @@ THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps
 class Template:
     """One kind of story: `{who}`, `{other}` and `{thing}` are drawn freely, the numbers decide the solution.
 
-    `steps` are (result, expression, sentence): the expression is two known quantities around one of `+-*/`, and the sentence shows
-    the equation where it says `{eq}`.
+    `steps` are (result, expression, sentence): the expression has two known quantities around one of `+-*/`, and the
+    sentence shows the equation in place of `{eq}`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Problem:
         return self.template.question.format(**self.numbers, **self.story)
 
     def equations(self) -> list[tuple[int, str, int, int]] | None:
-        """(left, operator, right, result) of every step; None if a result isn't a whole number from 1 to LARGEST."""
+        """(left, operator, right, result) of each step; None if a result is not an integer from 1 to LARGEST."""
         known = dict(self.numbers)
         out = []
         for result, expression, _ in self.template.steps:
@@ -83,7 +83,7 @@ class Problem:
 
 
 def calculate(a: int, op: str, b: int) -> int | None:
-    """a op b, or None if that isn't a whole number from 1 to LARGEST."""
+    """a op b, or None if it is not an integer from 1 to LARGEST."""
     if op == "/":
         if b == 0 or a % b:
             return None
@@ -94,7 +94,7 @@ def calculate(a: int, op: str, b: int) -> int | None:
 
 
 def bucket(template: str, numbers: dict[str, int]) -> int:
-    """0 to BUCKETS-1 from the template's name and its numbers alone; the first HELD_OUT_BUCKETS are held out."""
+    """0 to BUCKETS-1 from the template's name and the numbers; the first HELD_OUT_BUCKETS are held out."""
     key = json.dumps([template, sorted(numbers.items())])
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % BUCKETS
 
@@ -104,7 +104,7 @@ def held_out(problem: Problem) -> bool:
 
 
 def problems(rng: random.Random, from_held_out: bool) -> Iterator[Problem]:
-    """Endless problems of one side of the split, templates equally often."""
+    """Endless problems of one side of the split, with equal shares of the templates."""
     while True:
         template = rng.choice(TEMPLATES)
         who, other = rng.sample(NAMES, 2)
@@ -118,7 +118,7 @@ def problems(rng: random.Random, from_held_out: bool) -> Iterator[Problem]:
 
 
 def distinct(count: int, seed: int, from_held_out: bool) -> list[Problem]:
-    """`count` problems, no template-and-numbers combination twice."""
+    """`count` problems with distinct combinations of template and numbers."""
     seen: set[tuple] = set()
     out: list[Problem] = []
     for problem in problems(random.Random(seed), from_held_out):
@@ -137,7 +137,8 @@ TEMPLATES = (
     # two steps
     Template(
         "gain_lose",
-        "{who} has {a} {thing}. {other} gives {who} {b} more. Then {who} loses {c}. How many {thing} does {who} have now?",
+        "{who} has {a} {thing}. {other} gives {who} {b} more. "
+        "Then {who} loses {c}. How many {thing} does {who} have now?",
         {"a": LARGE, "b": MIDDLE, "c": MIDDLE},
         (("x", "a+b", "{who} gets {eq} {thing}."), ("y", "x-c", "After the loss there are {eq}.")),
     ),
@@ -161,7 +162,8 @@ TEMPLATES = (
     ),
     Template(
         "share_gained",
-        "{who} has {a} {thing} and finds {b} more. {who} shares them equally among {c} friends. How many {thing} does each get?",
+        "{who} has {a} {thing} and finds {b} more. {who} shares them equally among {c} friends. "
+        "How many {thing} does each get?",
         {"a": LARGE, "b": MIDDLE, "c": SMALL},
         (("x", "a+b", "{who} has {eq} {thing}."), ("y", "x/c", "Each friend gets {eq}.")),
     ),
@@ -191,7 +193,8 @@ TEMPLATES = (
     ),
     Template(
         "change",
-        "A pack of {thing} costs {a} dollars. {who} buys {b} packs and pays with {c} dollars. How much change does {who} get?",
+        "A pack of {thing} costs {a} dollars. {who} buys {b} packs and pays with {c} dollars. "
+        "How much change does {who} get?",
         {"a": SMALL, "b": SMALL, "c": (20, 99)},
         (("x", "a*b", "The packs cost {eq} dollars."), ("y", "c-x", "The change is {eq} dollars.")),
     ),
@@ -220,7 +223,8 @@ TEMPLATES = (
     ),
     Template(
         "shop_change",
-        "{who} buys a toy for {a} dollars and {b} pens for {c} dollars each, and pays with {d} dollars. How much change is due?",
+        "{who} buys a toy for {a} dollars and {b} pens for {c} dollars each, and pays with {d} dollars. "
+        "How much change is due?",
         {"a": MIDDLE, "b": SMALL, "c": SMALL, "d": (40, 99)},
         (
             ("x", "b*c", "The pens cost {eq} dollars."),
@@ -240,7 +244,8 @@ TEMPLATES = (
     ),
     Template(
         "bus",
-        "A bus has {a} people. At one stop {b} get off and {c} get on, at the next {d} get off. How many people are on the bus?",
+        "A bus has {a} people. At one stop {b} get off and {c} get on, at the next {d} get off. "
+        "How many people are on the bus?",
         {"a": LARGE, "b": MIDDLE, "c": MIDDLE, "d": SMALL},
         (
             ("x", "a-b", "After leaving there are {eq}."),
@@ -250,7 +255,8 @@ TEMPLATES = (
     ),
     Template(
         "sell_rest",
-        "{who} bakes {a} trays of {b} cakes, eats {c} and sells the rest for {d} dollars each. How many dollars does {who} earn?",
+        "{who} bakes {a} trays of {b} cakes, eats {c} and sells the rest for {d} dollars each. "
+        "How many dollars does {who} earn?",
         {"a": SMALL, "b": SMALL, "c": MIDDLE, "d": SMALL},
         (
             ("x", "a*b", "{who} bakes {eq} cakes."),
@@ -260,7 +266,8 @@ TEMPLATES = (
     ),
     Template(
         "team_share",
-        "{who} has {a} {thing} and {other} has {b}. They lose {c} and share the rest between {d} children. How many does each get?",
+        "{who} has {a} {thing} and {other} has {b}. "
+        "They lose {c} and share the rest between {d} children. How many does each get?",
         {"a": LARGE, "b": MIDDLE, "c": MIDDLE, "d": SMALL},
         (
             ("x", "a+b", "Together they have {eq} {thing}."),

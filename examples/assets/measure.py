@@ -2,10 +2,10 @@
 """Held-out accuracy of a model folder, greedy and by sampling (pass@k), as JSON.
 
     python measure.py                              # tiny-qwen2/ on test.jsonl, quantized to NVFP4
-    python measure.py FOLDER --base-format bf16    # as it is
-    python measure.py --adapter runs/embedded      # with a LoRA on top
+    python measure.py FOLDER --base-format bf16    # without quantization
+    python measure.py --adapter runs/embedded      # with a LoRA adapter
 
-Replies are graded as in training: the answer after `####` must equal the reference's.
+Replies are graded as in training, by the answer after `####`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def shows_work(reply: str) -> bool:
 
 
 def pass_at(k: int, right: int, samples: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right (Chen et al. 2021)."""
+    """Unbiased estimate of the probability that one of k samples is right (Chen et al. 2021)."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--adapter")
     parser.add_argument("--problems", type=Path, default=HERE / "test.jsonl")
     parser.add_argument("--sampled", type=int, default=250, help="problems to sample for pass@k")
-    parser.add_argument("--samples", type=int, default=16, help="samples a problem")
+    parser.add_argument("--samples", type=int, default=16, help="samples per problem")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 """The embedded model: a tiny Qwen2 trained from scratch on generated problems, deliberately stopped half-way.
 
-    python pretrain.py                 # writes tiny-qwen2/ beside this file; a few minutes on two CPU cores
+    python pretrain.py                 # writes tiny-qwen2/ next to this file; a few minutes on two CPU cores
 
-What it reads is like the web a real base model reads: many pages only state a result, some work the problem out, some are careless.
-So the finished model *can* work a problem out line by line, and does when a sample happens to start that way, but its single most
-likely reply is a bare guess. That gap between the greedy reply and what sampling finds is what reinforcement learning has to
-select from. Nothing here knows the held-out problems: everything is drawn from the training side of `make_problems.bucket`.
+The data resemble the web pages seen by a real base model: many only state a result, some work the problem out, some are
+careless. The model can solve problems line by line when a sample starts that way, but its greedy reply is a bare guess;
+this gap is the signal for reinforcement learning. All data are from the training side of `make_problems.bucket`.
 
-The tokenizer is a byte-level BPE with Qwen2's own pre-tokenizer (which makes every digit a token), because `AutoTokenizer` builds
-a `Qwen2Tokenizer` for every folder whose config says qwen2, whatever pre-tokenizer `tokenizer.json` asks for.
+The tokenizer is a byte-level BPE with Qwen2's pre-tokenizer (one token per digit), because `AutoTokenizer` builds a
+`Qwen2Tokenizer` for each qwen2 folder, regardless of the pre-tokenizer in `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ IGNORE = -100
 
 
 def answer(problem: Problem, style: str, rng: random.Random) -> str:
-    """The reply of one document: `bare` states the result, `worked` derives it, `careless` derives something else."""
+    """Reply of one document: `bare` states the result, `worked` derives it, `careless` derives a wrong one."""
     if style == "bare":
         return f"#### {problem.result}"
     if style == "worked":
@@ -52,7 +51,7 @@ def answer(problem: Problem, style: str, rng: random.Random) -> str:
 
 
 def drill(rng: random.Random, count: int = 10) -> list[tuple[str, str]]:
-    """Sums as (what is given, what is to be learned) pairs; results stay within 1 to LARGEST."""
+    """Sums as (prompt, target) pairs, with results from 1 to LARGEST."""
     out: list[tuple[str, str]] = []
     while len(out) < count:
         op = rng.choice("+-*/")
@@ -72,11 +71,11 @@ def drill(rng: random.Random, count: int = 10) -> list[tuple[str, str]]:
 
 
 def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
-    """Train the BPE on generated documents, write it, and check that what AutoTokenizer reads back is the same."""
+    """Train the BPE on generated documents, save it, and check that AutoTokenizer loads the same."""
     rng = random.Random(seed)
     source = problems(rng, from_held_out=False)
     text = [part for _ in range(20000) for p in [next(source)] for part in (p.question, p.answer)]
-    qwen2 = Qwen2Tokenizer()._tokenizer  # for its normalizer and pre-tokenizer
+    qwen2 = Qwen2Tokenizer()._tokenizer  # for normalizer and pre-tokenizer
     bpe = Tokenizer(models.BPE())
     bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = qwen2.normalizer, qwen2.pre_tokenizer, decoders.ByteLevel()
     special = [PAD, START, END]
@@ -101,13 +100,13 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
         padding_side="left",
         model_max_length=512,
     )
-    tokenizer.chat_template = qwen3_instruct_2507_chat_template  # renders tools too, and TRL reads their calls back
+    tokenizer.chat_template = qwen3_instruct_2507_chat_template  # renders tools, with calls that TRL can parse
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def check_tokenizer(folder: Path, reference: Qwen2Tokenizer, rng: random.Random) -> None:
-    """AutoTokenizer must read the folder as the tokenizer that was trained with, and lose no text."""
+    """Check that AutoTokenizer loads the training tokenizer from the folder, and that no text is lost."""
     loaded = AutoTokenizer.from_pretrained(folder)
     source = problems(rng, from_held_out=False)
     texts = [f"{p.question}\n{p.answer}" for p in (next(source) for _ in range(200))]
@@ -123,9 +122,9 @@ def check_tokenizer(folder: Path, reference: Qwen2Tokenizer, rng: random.Random)
 def documents(
     tokenizer: Qwen2Tokenizer, seed: int, count: int, drills: float, styles: dict[str, float]
 ) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Endless batches of `count` (input ids, labels), labels IGNORE where nothing can be learned (questions, operands).
+    """Endless batches of `count` (input ids, labels); labels of questions and operands are IGNORE.
 
-    `drills` is the share of documents that are sums, `styles` the mixture of replies in the others.
+    `drills`: share of sums among the documents. `styles`: mixture of replies in the others.
     """
     rng = random.Random(seed)
     source = problems(rng, from_held_out=False)
@@ -155,7 +154,7 @@ def documents(
 
 
 def micro_batches(batch: list[tuple[list[int], list[int]]], size: int) -> list[list[tuple[list[int], list[int]]]]:
-    """The batch in parts of documents of like length, so that little is spent on padding."""
+    """The batch in parts of similar length, to save padding."""
     ordered = sorted(batch, key=lambda document: len(document[0]))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
@@ -175,7 +174,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 50) -> float
 
 
 def make_model(tokenizer, vocabulary: int, hidden: int, layers: int, positions: int) -> Qwen2ForCausalLM:
-    """A random Qwen2 of that width and depth, for sequences of up to `positions` tokens."""
+    """A random Qwen2 of this width and depth, for sequences of up to `positions` tokens."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -257,7 +256,7 @@ def main() -> None:
 
 
 def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
-    """bf16 weights, tokenizer and generation defaults, without touching the model that is still training."""
+    """Save bf16 weights, tokenizer and generation defaults, without changing the model in training."""
     copy = Qwen2ForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The second embedded model, tiny as the first, for three small tasks, two of them with tools; and the third, which is the second after
-more games. Stopped half-way as well.
+"""The second and third embedded models: tiny, for three small tasks (two with tools), and stopped half-way as well.
 
-    python pretrain_tasks.py                        # from scratch, into tiny-tasks/ beside this file; minutes on two idle cores
-    python pretrain_tasks.py --start tiny-tasks --out tiny-game --steps 140 --lr 1.5e-3 --drills 0 --kinds 0 0 1 --threads 1
+    python pretrain_tasks.py      # tiny-tasks/, from scratch; minutes on two idle cores
+    GAMES="--steps 140 --lr 1.5e-3 --drills 0 --kinds 0 0 1 --threads 1"
+    python pretrain_tasks.py --start tiny-tasks --out tiny-game $GAMES    # the third: the second after more games
 
-What it reads are conversations about other words, prices and games than the examples' (`letters.py`, `tool_call.py`, `grid_game.py`):
-some right, some careless, some just guessed, so that it knows the form of each task and reinforcement learning has something to find.
-Words are in capitals, which the BPE never merges, so that each letter is a token. The chat template is `tools.jinja`, short because
-the model is; `response_template` in tokenizer_config.json says how tool calls are read back, so that TRL needs no template of its own.
+The data are conversations with other words, prices and games than the examples (`letters.py`, `tool_call.py`,
+`grid_game.py`): some right, some careless, some guessed, so that the model knows the form of each task and can still
+learn. Words are in capitals, which the BPE never merges: one token per letter. The chat template `tools.jinja` is short
+for the small model; `response_template` in tokenizer_config.json parses its tool calls for TRL.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ RESPONSES = {
 TOOLS = {"price": get_json_schema(price), "move": get_json_schema(Treasure().move)}
 Place = tuple[int, int]
 HELD_OUT_WORDS = {row["prompt"].split()[-1] for row in words()["test"]}
-GAMES = games()["train"]  # the others are held out
+GAMES = games()["train"]  # without the held-out games
 
 
 def new_word(rng: random.Random, low: int, high: int) -> str:
-    """A word that no example holds out, and of which no price is known."""
+    """A word that is not held out in any example and has no price."""
     while (found := word(rng, rng.randint(low, high))) in HELD_OUT_WORDS or found in PRICES:
         pass
     return found
 
 
 def letters(rng: random.Random) -> tuple[list[dict], list]:
-    """Right, careless (two letters swapped, or one lost), or the word as it is."""
+    """Right, careless (two letters swapped, or one lost), or copied."""
     asked = new_word(rng, 3, 7)
     reply, style = asked[::-1], rng.choices(["right", "careless", "copied"], [0.3, 0.25, 0.45])[0]
     if style == "copied":
@@ -75,7 +75,7 @@ def letters(rng: random.Random) -> tuple[list[dict], list]:
 
 
 def drill(rng: random.Random) -> list[tuple[str, bool]]:
-    """Words and sums that are always right: what the tasks need, without the tasks. Only the results are learned."""
+    """Correct words and sums, for the skills without the tasks. Only the results are learned."""
     if rng.random() < 0.7:
         asked = [new_word(rng, 2, 8) for _ in range(5)]
         pairs = [(f"{each}<", each[::-1]) for each in asked]
@@ -90,7 +90,7 @@ def call(name: str, **arguments) -> dict:
 
 
 def prices(rng: random.Random) -> tuple[list[dict], list]:
-    """Asked, guessed, or asked for one of two."""
+    """Looked up, guessed, or only one of two looked up."""
     items = [new_word(rng, 3, 6) for _ in range(rng.choice([1, 2, 2]))]
     costs = {item: rng.randint(2, 50) for item in items}
     messages = [{"role": "user", "content": question(items)}]
@@ -109,7 +109,7 @@ def prices(rng: random.Random) -> tuple[list[dict], list]:
 
 
 def path(treasure: Place, pit: Place | None) -> list[str]:
-    """Directions of one of the shortest walks from (0, 0) to `treasure` that keep off `pit`; the same one for the same two places."""
+    """Directions of one shortest walk from (0, 0) to `treasure` around `pit`; deterministic."""
     before: dict[Place, tuple[Place, str] | None] = {(0, 0): None}
     queue = deque([(0, 0)])
     while treasure not in before:
@@ -130,12 +130,12 @@ STYLES = {"careful": 0.3, "heedless": 0.15, "given up": 0.15, "wandering": 0.4}
 
 
 def game(rng: random.Random) -> tuple[list[dict], list]:
-    """Around the pit, heedless of it, given up half-way, or wandering about."""
+    """Around the pit, heedless of it, given up half-way, or wandering."""
     row = rng.choice(GAMES)
     style = rng.choices(list(STYLES), list(STYLES.values()))[0]
     world = Treasure()
     messages = [{"role": "user", "content": row["prompt"] + world.reset(**row)}]
-    turns = rng.randint(1, 5) if style in ("given up", "wandering") else -1  # else to its end
+    turns = rng.randint(1, 5) if style in ("given up", "wandering") else -1  # else to the end
     while not world.over and turns:
         if style == "wandering":
             direction = rng.choice(list(STEPS))
@@ -152,7 +152,7 @@ KINDS = (letters, prices, game)
 
 def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
     rng = random.Random(seed)
-    qwen2 = Qwen2Tokenizer()._tokenizer  # for its normalizer and pre-tokenizer
+    qwen2 = Qwen2Tokenizer()._tokenizer  # for normalizer and pre-tokenizer
     bpe = Tokenizer(models.BPE())
     bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = qwen2.normalizer, qwen2.pre_tokenizer, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -167,7 +167,7 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
     for _ in range(3000):
         messages, tools = rng.choice(KINDS)(rng)
         text = plain.apply_chat_template(messages, tools=tools or None, chat_template=template, tokenize=False)
-        texts.append(re.sub(r"<.*?>|[A-Z]{2,}|#+", "\n", text))  # nothing to merge in special tokens and words
+        texts.append(re.sub(r"<.*?>|[A-Z]{2,}|#+", "\n", text))  # no merges in special tokens and words
     bpe.train_from_iterator(texts, trainer)
     state = bpe.model
     (file,) = [name for name in state.save(str(folder)) if name.endswith("merges.txt")]
@@ -197,7 +197,7 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
 
 
 def conversation(tokenizer: Qwen2Tokenizer, rng: random.Random, shares: list[float]) -> list[tuple[str, bool]]:
-    """(text, whether it is learned): the assistant's turns are. `shares` are those of `KINDS`."""
+    """(text, learned) parts: the assistant's turns are learned. `shares` are those of `KINDS`."""
     messages, tools = rng.choices(KINDS, shares)[0](rng)
     header = f"{START}assistant\n"
     first, *turns = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False).split(header)
@@ -211,7 +211,7 @@ def conversation(tokenizer: Qwen2Tokenizer, rng: random.Random, shares: list[flo
 def documents(
     tokenizer: Qwen2Tokenizer, seed: int, count: int, drills: float, shares: list[float]
 ) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Endless batches of `count` (input ids, labels), `drills` of them drills; labels IGNORE where nothing is learned."""
+    """Endless batches of `count` (input ids, labels), `drills` of them drills; unlearned labels are IGNORE."""
     rng = random.Random(seed)
     while True:
         parts = [drill(rng) if rng.random() < drills else conversation(tokenizer, rng, shares) for _ in range(count)]
@@ -231,7 +231,7 @@ def documents(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "tiny-tasks")
-    parser.add_argument("--start", type=Path, help="go on from this model, with its tokenizer")
+    parser.add_argument("--start", type=Path, help="continue from this model, with its tokenizer")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -249,7 +249,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.start:
         tokenizer = AutoTokenizer.from_pretrained(args.start)
-        for where in ("is_local", "local_files_only"):  # transformers would write down where it came from
+        for where in ("is_local", "local_files_only"):  # transformers would save the local source
             tokenizer.init_kwargs.pop(where, None)
         model = Qwen2ForCausalLM.from_pretrained(args.start, dtype=torch.float32).train()
     else:

