@@ -8,7 +8,7 @@
 
     one               one GPU, colocated engine
     dp, dp4           data parallel on two or four GPUs, one engine each
-    server            trainer on one GPU, server on the other
+    server            trainer on one GPU, server on the other; server-tcp: without /dev/shm, as between hosts
     fsdp2, fsdp2-4    FSDP 2 over two or four GPUs, one engine each
     tp2, fsdp2-tp2    as dp and fsdp2, with one engine of two shards
     zero2             as dp, with DeepSpeed ZeRO-2 if installed
@@ -61,6 +61,7 @@ class Mode(NamedTuple):
 LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "dp": (2, "data_parallel_2", {}),
     "server": (1, None, {"vllm_mode": "server"}),
+    "server-tcp": (1, None, {"vllm_mode": "server"}),
     "fsdp2": (2, "fsdp2_2", {}),
     "one": (1, None, {}),
     "tp2": (2, "data_parallel_2", {"vllm_tensor_parallel_size": 2}),
@@ -70,6 +71,7 @@ LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "fsdp2-4": (4, "fsdp2_4", {}),
 }
 MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items() for who in ("ours", "stock")}
+del MODES["stock-server-tcp"]
 
 
 def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = False) -> str:
@@ -154,6 +156,10 @@ def await_server(process: Any, url: str, log: Path) -> None:
 def work(name: str, model: str, folder: Path, shape: str, device: str, steps: int, sequences: int) -> None:
     """Measure in this process and write its row to `folder`."""
     rank = os.environ.get("RANK", "0")  # unique even if each process sees one GPU only
+    if name == "ours-server-tcp":
+        from qerl_trl.rollout import weights
+
+        weights._SHM = folder / "none"
     if device == "cuda":
         import torch
 
