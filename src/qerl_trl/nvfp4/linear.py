@@ -389,9 +389,9 @@ def has_nvfp4(model: nn.Module) -> bool:
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """Compute dtype of a model: its packed layers', else its embeddings'."""
-    packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
-    if packed is not None:
-        return packed.compute_dtype
+    for module in model.modules():
+        if isinstance(module, NVFP4Linear):
+            return module.compute_dtype
     return model.get_input_embeddings().weight.dtype  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""The trainer's exports, pushes and cards. Methods import `qerl_trl.publish` when called: few runs need it."""
+"""The trainer's exports, pushes and cards. Methods import most of `qerl_trl.publish` when called: few runs need it."""
 
 import logging
 import os
@@ -11,6 +11,8 @@ from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from ..checkpoint.settings import warn_of_tokens
+from ..publish.load import TrainedPolicy
+from ..publish.merge import entries_of
 from ..rollout.sampling import save_generation_config
 from ..support import secrets
 from ..support.trl import OnlineTrainer
@@ -27,9 +29,6 @@ def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
     if not isinstance(model, PeftModel):
         return
     warn_of_tokens(model, processing_class)
-    from ..publish.load import TrainedPolicy
-    from ..publish.merge import entries_of
-
     try:
         entries_of(TrainedPolicy(model, None, {}), with_adapter=True)
     except (ValueError, RuntimeError) as error:
