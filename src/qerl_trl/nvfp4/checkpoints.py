@@ -27,6 +27,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def name_matches(name: str, entry: str) -> bool:
 
 
 def matches_any(name: str, entries: Iterable[str]) -> bool:
-    return any(name_matches(name, entry) for entry in entries)
+    return any(map(partial(name_matches, name), entries))
 
 
 def pattern_of(names: Iterable[str]) -> str:
