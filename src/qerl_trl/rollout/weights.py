@@ -74,7 +74,7 @@ class TrainedAdapter(Trained):
 
     def _check_complete(self, model: nn.Module) -> None:
         """Refuse trained tensors outside of the sync."""
-        mine, others = {id(p) for p in self.parameters()}, set(cast(PeftModel, model).peft_config) - {self.name}
+        mine, others = set(map(id, self.parameters())), set(cast(PeftModel, model).peft_config) - {self.name}
         trained = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
         if left := [name for name in trained if not others & {*name.split(".")}]:
             layers = sorted({canonical_name(name.partition(".lora_")[0]) for name in left})

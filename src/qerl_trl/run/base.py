@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checks import environment
 from ..config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from ..memory.of_trainer import plan_trainer
-from ..model.loading import begin, loaded_everywhere, pretrained_kwargs
+from ..model.loading import begin, loaded_everywhere
 from ..model.lora import (
     check_is_lora,
     default_lora_config,
@@ -26,7 +26,7 @@ from ..model.lora import (
     name_base,
     register_nvfp4_lora,
 )
-from ..nvfp4.config import NVFP4Config, stored_quantization
+from ..nvfp4.config import NVFP4Config, pretrained_kwargs, stored_quantization
 from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import settle_ends
 from ..rollout.supported import check_environment, check_given
