@@ -275,10 +275,9 @@ def run_lengths(trainer: Any) -> Lengths:
         return Lengths(prompt, completion if limit is None else min(completion, limit - prompt), limit, counted=False)
     longest = max(lengths)
     if limit is not None:
-        too_long = sum(length >= limit for length in lengths)
+        needed = 1 if args.use_vllm else completion
+        count = sum(length + needed > limit for length in lengths)
         short = sum(length + completion > limit for length in lengths)
-        needed = completion if not args.use_vllm else 1
-        count = too_long if args.use_vllm else short
         if count:
             raised = "" if who == "the model" else ", or raise vllm_max_model_length"
             raise ValueError(
