@@ -104,7 +104,6 @@ def attach(trainer: Any) -> None:
     trainer._tag_names = [*type(trainer)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
     trainer.model.add_model_tags(trainer._tag_names)
     prepare_updates(trainer)
-    trainer.sources = sources_of(trainer)
 
 
 class QeRLMixin(SavingMixin):
@@ -163,6 +162,10 @@ class QeRLMixin(SavingMixin):
     @cached_property
     def _timer(self) -> PhaseTimer:
         return PhaseTimer("rollout", "reward", "update")
+
+    @cached_property
+    def sources(self) -> dict[str, dict[str, str]]:
+        return sources_of(self)
 
     def _generate(self, prompts: list) -> Any:
         training = self.model.training

@@ -24,7 +24,6 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..support import secrets
-from ..support.files import commit_of
 from ..support.names import canonical_name, is_part
 
 #: 64-bit words per step; a few times their 8 bytes of memory
@@ -80,12 +79,8 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
 
 def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
     """The row of one parameter, for a fingerprint of tensors never together in memory."""
-    return _row(name, tensor, int(_checksum(tensor.detach())))
-
-
-def _row(name: str, tensor: torch.Tensor, total: int) -> FingerprintRow:
     kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
-    return FingerprintRow(name, list(tensor.shape), kind, total)
+    return FingerprintRow(name, list(tensor.shape), kind, int(_checksum(tensor.detach())))
 
 
 def sha256_of(rows: Iterable[FingerprintRow]) -> str:
@@ -101,8 +96,8 @@ def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
 
 
 def base_revision(model: nn.Module) -> str | None:
-    """The Hub's commit of the loaded base; `None` for a folder."""
-    return commit_of(cast(PretrainedConfig, model.config))
+    """The Hub's commit of the loaded base; `None` for a folder, or if unknown."""
+    return getattr(model.config, "_commit_hash", None)
 
 
 def stored_vocabulary(model: Any) -> int | None:
@@ -180,7 +175,13 @@ def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
     places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
-        words = _words(part)
+        # the bytes, of floats as float32, padded with zeros
+        plain = (part.float() if part.is_floating_point() else part).contiguous().view(torch.uint8)
+        if rest := plain.numel() % 8:
+            plain = nn.functional.pad(plain, (0, 8 - rest))
+        if plain.storage_offset() % 8:
+            plain = plain.clone()
+        words = plain.view(torch.int64)
         mixed = (words + places[: words.numel()]).add_(_signed((first + index * _CHUNK) * _PLACE)).mul_(_FIRST)
         total += mixed.bitwise_xor_(mixed >> 31).mul_(_SECOND).sum()
     return total
@@ -195,7 +196,7 @@ class Pieces:
         self._rest: torch.Tensor | None = None
 
     def add(self, piece: torch.Tensor) -> None:
-        self._kind = _row("", piece, 0).kind
+        self._kind = "float" if piece.is_floating_point() else str(piece.dtype)
         flat = piece.to(self._device).reshape(-1)
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])
@@ -208,16 +209,6 @@ class Pieces:
     def row(self) -> FingerprintRow:
         last = 0 if self._rest is None else int(_checksum(self._rest, self._words))
         return FingerprintRow(self._name, self._shape, self._kind, _signed(self._total + last))
-
-
-def _words(part: torch.Tensor) -> torch.Tensor:
-    """int64 (words,): the bytes of a flat tensor, of floats as float32, padded with zeros."""
-    plain = (part.float() if part.is_floating_point() else part).contiguous().view(torch.uint8)
-    if rest := plain.numel() % 8:
-        plain = nn.functional.pad(plain, (0, 8 - rest))
-    if plain.storage_offset() % 8:
-        plain = plain.clone()
-    return plain.view(torch.int64)
 
 
 def _signed(number: int) -> int:

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 from ..support import secrets
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
     from .records import RunSettings, Survived
 
 logger = logging.getLogger(__name__)
@@ -251,11 +249,6 @@ def _is_locked(file: Path) -> bool:
     except OSError:  # missing, or a file system without locks
         return False
     return False
-
-
-def can_go_on(args: "TrainingArguments") -> bool:
-    """Whether a run with these arguments writes resumable checkpoints."""
-    return args.save_strategy != "no" and not args.save_only_model
 
 
 def keeps_optimizer(folder: str | os.PathLike) -> bool:

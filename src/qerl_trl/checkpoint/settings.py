@@ -313,20 +313,3 @@ def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str
             tokenizer.name_or_path or type(tokenizer).__name__,
         )
     return found
-
-
-def warn_of_tokens(model: Any, processing_class: Any) -> None:
-    """Warn of tokens without an embedding, and of embeddings not found by stock PEFT."""
-    tokens = len(text_tokenizer(processing_class))
-    rows, stored = model.config.get_text_config().vocab_size, fingerprint.stored_vocabulary(model)
-    if tokens > rows:
-        what = "a text with one of the others ends in an error"
-    elif stored is not None and rows not in (stored, tokens):
-        what = "AutoPeftModel, which resizes to the tokenizer, cannot load the adapter (qerl_trl.load_adapter can)"
-    else:
-        return
-    logger.warning(
-        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before "
-        "training.",
-        *(tokens, rows, what, tokens),
-    )

@@ -176,8 +176,10 @@ def shared_memory() -> list[Problem]:
 
 def free_bytes(folder: Path) -> int:
     """Free bytes on the disk of `folder`, which may not exist yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def disk(folder: Path, needed: int, of: str = "one checkpoint of this run", fatal: bool = True) -> list[Problem]:

@@ -8,6 +8,7 @@ vocabulary, q, kv: the attention's widths, T: longest prompt plus longest comple
 
 import copy
 import dataclasses
+import math
 import os
 from collections import Counter
 from typing import Any
@@ -97,7 +98,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        return self.dense_parameters + sum(n * k for n, k in self.linears)
+        return self.dense_parameters + sum(map(math.prod, self.linears))
 
     @property
     def query_width(self) -> int:
@@ -190,7 +191,7 @@ def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes
 
 def base_bytes(shape: Shape, base_format: str = "nvfp4", dtype_bytes: int = 2) -> int:
     """Weights: 4.5 bits per quantized weight (+ 4 bytes per layer), `dtype_bytes` for embeddings, head and norms."""
-    quantized = sum(n * k for n, k in shape.linears)
+    quantized = sum(map(math.prod, shape.linears))
     if base_format in ("bf16", "full"):
         return dtype_bytes * shape.parameters
     scales = 4 * len(shape.linears) if base_format == "nvfp4" else 0
@@ -199,7 +200,7 @@ def base_bytes(shape: Shape, base_format: str = "nvfp4", dtype_bytes: int = 2) -
 
 def adapter_parameters(shape: Shape, rank: int) -> int:
     """LoRA on every linear layer: r (N + K) parameters each."""
-    return sum(rank * (n + k) for n, k in shape.linears)
+    return rank * sum(map(sum, shape.linears))
 
 
 def predicted_bytes(shape: Shape, work: Workload) -> ModelBytes:
@@ -213,9 +214,10 @@ def predicted_bytes(shape: Shape, work: Workload) -> ModelBytes:
 def optimizer_bytes(optimizer: str, model: ModelBytes) -> int:
     """The optimizer's state: torch: the parameter's dtype, bitsandbytes, torchao: 8 or 4 bits; else AdamW."""
     moments = next((count for family, count in _OPTIMIZER_MOMENTS.items() if family in optimizer), 2)
-    own = model.trained / max(1, model.trained_parameters)
-    narrow = (size for name, size in _OPTIMIZER_WIDTHS.items() if name in optimizer and "32bit" not in optimizer)
-    width = next(narrow, own)
+    width = model.trained / max(1, model.trained_parameters)
+    for name, narrow in _OPTIMIZER_WIDTHS.items():
+        if name in optimizer and "32bit" not in optimizer:
+            width = narrow
     return round(moments * width * model.trained_parameters)
 
 
@@ -272,6 +274,7 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
     """
     compiled = work.compiled and shape.packs
     per_layer = shape.linears[: len(shape.linears) // shape.layers]
+    adapter = work.lora_rank * sum(map(sum, per_layer))
     masked = work.padded and not work.packed and work.attention == "sdpa"
     token = 6 * shape.mlp
     token += (2 * shape.norms + 4 if compiled else 4 * shape.norms + 2) * shape.hidden
@@ -284,13 +287,13 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
     if work.base_format == "full":
         token += 0 if compiled else 4 * shape.hidden + 2 * shape.mlp
     else:
-        token += sum(2 * work.lora_rank for _ in per_layer)
+        token += 2 * work.lora_rank * len(per_layer)
         if work.fused:
             token += 0 if compiled else 2 * shape.hidden + 2 * shape.mlp
         else:
             token += 2 * shape.hidden if compiled else sum(2 * k for _, k in per_layer)
     token += {"sdpa": 2 if masked else 0, "eager": 8 * shape.heads}.get(work.attention, 0) * work.length
-    cast = sum(2 * work.lora_rank * (n + k) for n, k in per_layer) if compiled and work.base_format != "full" else 0
+    cast = 2 * adapter if compiled and work.base_format != "full" else 0
     if shape.delta_nets is not None:
         token += max(0, shape.delta_nets.activation_bytes(work.delta_kernels) - attention)
     return work.tokens * token * work.dtype_bytes // 2 + cast
@@ -345,8 +348,7 @@ def scratch_bytes(shape: Shape, work: Workload) -> int:
     """The largest weight, dequantized to bf16 for a product with many tokens; if fused, a group's: gate and up."""
     if work.base_format in ("bf16", "full"):
         return 0
-    largest = max(n * k for n, k in shape.linears)
-    return 2 * largest * (2 if work.fused else 1)
+    return 2 * max(map(math.prod, shape.linears)) * (2 if work.fused else 1)
 
 
 def scoring_bytes(shape: Shape, work: Workload) -> int:
@@ -376,7 +378,7 @@ def update_bytes(shape: Shape, work: Workload) -> int:
     layer = layer_activation_bytes(shape, work)
     keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
     checkpoints = checkpoint_bytes(shape, work) * (shape.layers - keeping) // shape.layers
-    kept = checkpoints + kept_bytes(shape, work)
+    kept = checkpoints + keeping * layer
     recomputed = checkpoints + layer + inside_bytes(shape, work) if keeping < shape.layers else 0
     inside = max(kept, recomputed) + layer_backward_bytes(shape, work)
     casts = 2 * shape.parameters if work.base_format == "full" and work.dtype_bytes > 2 else 0

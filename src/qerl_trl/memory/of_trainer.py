@@ -51,12 +51,14 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
     args, model, device = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator.device
     lengths = run_lengths(trainer)
     trainer.longest_sequence = lengths.prompt + lengths.completion if lengths.counted else None
-    adapters = model.peft_config.values() if is_peft_model(model) else ()
+    rank, dropout = 0, 0.0
+    for config in model.peft_config.values() if is_peft_model(model) else ():
+        rank, dropout = max(rank, config.r), max(dropout, config.lora_dropout)
     work = workload_of(
         args,
         lengths,
-        lora_rank=max((config.r for config in adapters), default=0),
-        lora_dropout=max((config.lora_dropout for config in adapters), default=0.0),
+        lora_rank=rank,
+        lora_dropout=dropout,
         dtype_bytes=dtype_bytes_of(compute_dtype(model), args.base_format),
         attention=model.config._attn_implementation or "sdpa",
     )

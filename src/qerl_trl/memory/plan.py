@@ -190,7 +190,7 @@ def plan_run(
     plan = _add_up(shape, work, gpu, model, max_model_len)
     if work.gradient_checkpointing is None and gpu is not None and plan.fits:
         plan = _keeping_activations(shape, plan, gpu, model)
-    if gpu is not None and plan.fits and plan.waves == 1:
+    if gpu is not None and work.colocated and plan.fits and plan.waves == 1:
         plan = _in_larger_steps(shape, plan, gpu, model)
     if gpu is None or plan.fits:
         return plan
@@ -214,7 +214,7 @@ def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelB
 def _in_larger_steps(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
     """With the engine's largest steps filled by its prompts, next to the same KV cache and an unused `_LEFT_FREE`."""
     work = plan.work
-    if not work.colocated or work.batched_tokens is not None or work.utilization is not None:
+    if work.batched_tokens is not None or work.utilization is not None:
         return plan
     limit, prompts = _to_be_used(shape, plan, gpu, model), work.completions * work.prompt_length
     for tokens in LARGER_STEPS:

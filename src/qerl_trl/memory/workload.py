@@ -115,27 +115,24 @@ class Workload:
     def under_fsdp(self) -> "Workload":
         """With the trainer's weights sharded, and an engine's of its own. Processes gather each layer together but plan
         alone, so by default all layers recompute."""
-        recomputed, optimizer = self._said_or_all, optimizer_under_fsdp(self.optimizer)
+        recomputed, optimizer = self.gradient_checkpointing is not False, optimizer_under_fsdp(self.optimizer)
         return dataclasses.replace(
             self, share_weights=False, sharded=True, gradient_checkpointing=recomputed, optimizer=optimizer
         )
 
     def under_zero2(self) -> "Workload":
         """With the optimizer sharded by DeepSpeed; by default all layers recompute."""
-        return dataclasses.replace(self, deepspeed=True, gradient_checkpointing=self._said_or_all)
+        recomputed = self.gradient_checkpointing is not False
+        return dataclasses.replace(self, deepspeed=True, gradient_checkpointing=recomputed)
 
     def on_a_cpu(self) -> "Workload":
         """Without a GPU: by default all layers recompute, and vLLM keeps keys and values in the model's dtype."""
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it overrides arguments
-        limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self._said_or_all
+        limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self.gradient_checkpointing is not False
         return dataclasses.replace(
             self, cpu=True, packed=False, compiled=False, graphs=False, gradient_checkpointing=recomputed,
             kv_dtype_bytes=self.dtype_bytes, batched_tokens=self.step_tokens, kv_limit=limit,
         )  # fmt: skip
-
-    @property
-    def _said_or_all(self) -> bool:
-        return self.gradient_checkpointing is None or self.gradient_checkpointing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,21 +265,19 @@ def run_lengths(trainer: Any) -> Lengths:
         `ValueError`: prompts leave no token for a completion, or without an engine less than `max_completion_length`.
     """
     args, completion = trainer.args, trainer.args.max_completion_length
+    who, limit = "the model", getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
     of_engine = args.vllm_max_model_length if args.use_vllm else None
-    limits = {"the model": _context(trainer.model), "the engine (vllm_max_model_length)": of_engine}
-    known = {name: limit for name, limit in limits.items() if limit is not None}
-    who = min(known, key=known.__getitem__, default="")
-    limit = known.get(who)
+    if of_engine is not None and (limit is None or of_engine < limit):
+        who, limit = "the engine (vllm_max_model_length)", of_engine
     lengths = list(prompt_lengths(trainer))
     if not lengths:
         prompt = ASSUMED_PROMPT if limit is None else min(ASSUMED_PROMPT, max(1, limit - completion))
         return Lengths(prompt, completion if limit is None else min(completion, limit - prompt), limit, counted=False)
     longest = max(lengths)
     if limit is not None:
-        too_long = sum(length >= limit for length in lengths)
+        needed = 1 if args.use_vllm else completion
+        count = sum(length + needed > limit for length in lengths)
         short = sum(length + completion > limit for length in lengths)
-        needed = completion if not args.use_vllm else 1
-        count = too_long if args.use_vllm else short
         if count:
             raised = "" if who == "the model" else ", or raise vllm_max_model_length"
             raise ValueError(
@@ -301,18 +296,13 @@ def run_lengths(trainer: Any) -> Lengths:
     return Lengths(longest, completion, limit)
 
 
-def _context(model: Any) -> int | None:
-    """Maximum tokens of prompt and completion, if the model's configuration has it."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
     """Refuse to train on sequences too long for the model, of prompts not countable at start ([`run_lengths`]).
 
     Raises:
         `ValueError`: names the longest.
     """
-    limit = _context(model)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     pairs = zip(prompts, completions, strict=True)
     total, prompt = max(((len(p) + len(c), len(p)) for p, c in pairs), default=(0, 0))
     if limit is not None and total > limit:

@@ -27,6 +27,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def name_matches(name: str, entry: str) -> bool:
 
 
 def matches_any(name: str, entries: Iterable[str]) -> bool:
-    return any(name_matches(name, entry) for entry in entries)
+    return any(map(partial(name_matches, name), entries))
 
 
 def pattern_of(names: Iterable[str]) -> str:
@@ -184,18 +185,20 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
     if selection.layout is None:
         text = model.config.get_text_config(decoder=True)
         chosen = chosen.without(dense_by_default(text.model_type))
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quantized = {
-        name: module
-        for name, module in linears.items()
-        if type(module) is nn.Linear and chosen.is_quantized(name, module.in_features)
-    }
-    odd = [name for name, m in linears.items() if m.in_features % BLOCK_SIZE and chosen.is_quantized(name, BLOCK_SIZE)]
+    quantized: dict[str, nn.Linear] = {}
+    dense: dict[str, nn.Linear] = {}
+    odd: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            plain = type(module) is nn.Linear and chosen.is_quantized(name, module.in_features)
+            (quantized if plain else dense)[name] = module
+            if module.in_features % BLOCK_SIZE and chosen.is_quantized(name, BLOCK_SIZE):
+                odd.append(name)
     if odd:
         logger.info(
             "%d linear layers stay dense: their width is no multiple of %d (%s ...)", len(odd), BLOCK_SIZE, odd[0]
         )
-    return quantized, {name: module for name, module in linears.items() if name not in quantized}
+    return quantized, dense
 
 
 def expert_tensors(model: nn.Module) -> list[str]:

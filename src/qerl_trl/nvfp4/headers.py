@@ -77,15 +77,15 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
             )
         try:
             with safe_open(file, framework="pt") as stored:
-                slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+                for name in stored.keys():  # noqa: SIM118
+                    part = stored.get_slice(name)
+                    tensors[name] = TensorInfo(name, file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
             size = file.stat().st_size if file.is_file() else 0
             raise ValueError(
                 f"{file} ({size} bytes) is not a whole safetensors file: {error}. It is cut off or damaged; download "
                 "it again."
             ) from error
-        for name, part in slices.items():
-            tensors[name] = TensorInfo(name, file, part.get_dtype(), tuple(part.get_shape()))
     return tensors
 
 

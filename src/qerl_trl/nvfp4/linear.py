@@ -315,7 +315,7 @@ class NVFP4Linear(nn.Linear):
                 "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first "
                 "process reads them. Call accelerator.prepare(model) before it computes, or set that option to false."
             )
-        packed, block_scale = (as_bytes(tensor.detach()) for tensor in (self.weight_packed, self.weight_scale))
+        packed, block_scale = as_bytes(self.weight_packed.detach()), as_bytes(self.weight_scale.detach())
         return NVFP4Tensor(packed, block_scale, self.global_scale)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -389,9 +389,9 @@ def has_nvfp4(model: nn.Module) -> bool:
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """Compute dtype of a model: its packed layers', else its embeddings'."""
-    packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
-    if packed is not None:
-        return packed.compute_dtype
+    for module in model.modules():
+        if isinstance(module, NVFP4Linear):
+            return module.compute_dtype
     return model.get_input_embeddings().weight.dtype  # type: ignore[operator]
 
 

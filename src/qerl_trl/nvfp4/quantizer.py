@@ -4,7 +4,6 @@ A dense checkpoint is quantized one tensor at a time, as each arrives on its dev
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -174,40 +173,46 @@ class NVFP4HfQuantizer(HfQuantizer):
         files = checkpoint_files or ()
         note_commit(model.config, files=files)
         self._headers = _in_memory(model, headers.read_headers(files))
-        if not self.pre_quantized:
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        packed: dict[str, dict[str, headers.TensorInfo]] = {}
+        fp8: dict[str, Any] = {}
+        if self.pre_quantized:
+            dense = {name: model.get_submodule(name) for name in config.dense_linears or ()}
+            fp8 = {name: module for name, module in dense.items() if config.selection.is_fp8(name)}
+            packed = headers.check_headers(self._headers, self._layout(), self._converted, dense, ignored, fp8)
+            ignored.add(r"\.[qkv]_scale$")  # of a quantized KV cache: on the attention module, not on a linear
+        else:
             headers.check_dense_headers(self._headers, self._converted)
-            self._put_stand_ins(model, {})
-            return model
-        layout = self._layout()
-        dense = {name: model.get_submodule(name) for name in config.dense_linears or ()}
-        fp8: dict[str, Any] = {name: module for name, module in dense.items() if config.selection.is_fp8(name)}
-        packed = headers.check_headers(
-            self._headers, layout, self._converted, dense, model._keys_to_ignore_on_load_unexpected or (), fp8
-        )
-        self._put_stand_ins(model, packed)
-        for name, module in fp8.items():
-            _replace(model, name, _FP8Placeholder(module, packed[name]))
-        # scales of a quantized KV cache sit on the attention module, not on a linear
-        ignored = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.[qkv]_scale$"}
-        return model
-
-    def _put_stand_ins(self, model: PreTrainedModel, packed: Mapping[str, dict[str, headers.TensorInfo]]) -> None:
-        """Put placeholders for tensors that fit no `nn.Linear`; `packed`: tensors of NVFP4 layers."""
+        # placeholders for tensors that fit no `nn.Linear`
         for name, module in self._converted.items():
             if self._unread:
                 _replace(model, name, _Unread(module))
+                ignored.add(rf"^{re.escape(name)}\.(?!bias$)")
             elif name in packed:
                 _replace(model, name, _PackedPlaceholder(module, packed[name]))
-        if self._unread:
-            ignored = model._keys_to_ignore_on_load_unexpected or ()
-            names = (rf"^{re.escape(name)}\.(?!bias$)" for name in self._converted)
-            model._keys_to_ignore_on_load_unexpected = {*ignored, *names}
+        for name, module in fp8.items():
+            _replace(model, name, _FP8Placeholder(module, packed[name]))
+        if ignored:
+            model._keys_to_ignore_on_load_unexpected = ignored
+        return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.errors:
             raise ValueError("\n".join(self.errors))
-        self._refuse_missing(model)
+        # transformers fills parameters missing in the checkpoint with random numbers
+        dense = self.quantization_config.dense_linears or []
+        new_heads = [] if model.get_output_embeddings() is not None else dense
+        missing = [
+            name
+            for name, parameter in model.named_parameters()
+            if not getattr(parameter, "_is_hf_initialized", False) and name.rpartition(".")[0] not in new_heads
+        ]
+        if missing:
+            raise ValueError(
+                f"{model.config.name_or_path}: {len(missing)} tensors of {type(model).__name__} are missing in the "
+                f"checkpoint, e.g. {missing[0]!r}. Complete the checkpoint, or load it with the class that it was "
+                "saved from."
+            )
         if self.pre_quantized:
             layout = self._layout()
             for name, module in list(model.named_modules()):
@@ -226,22 +231,6 @@ class NVFP4HfQuantizer(HfQuantizer):
         if not self._unread:  # fusing would write the zeros
             fuse_storage(model)
         return model
-
-    def _refuse_missing(self, model: PreTrainedModel) -> None:
-        """Refuse parameters missing in the checkpoint: transformers fills them with random numbers."""
-        dense = self.quantization_config.dense_linears or []
-        new_heads = [] if model.get_output_embeddings() is not None else dense
-        missing = [
-            name
-            for name, parameter in model.named_parameters()
-            if not getattr(parameter, "_is_hf_initialized", False) and name.rpartition(".")[0] not in new_heads
-        ]
-        if missing:
-            raise ValueError(
-                f"{model.config.name_or_path}: {len(missing)} tensors of {type(model).__name__} are missing in the "
-                f"checkpoint, e.g. {missing[0]!r}. Complete the checkpoint, or load it with the class that it was "
-                "saved from."
-            )
 
     # --- saving
 

@@ -54,17 +54,13 @@ class AdapterTensors:
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
     """Digest of tensors by their sums: blind to a permutation within one tensor."""
-    found = list(tensors)
-    return _digest([str(len(found))], found)
+    return fingerprint(("", tensor) for tensor in tensors)
 
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Digest of named tensors, in order; reads each once, with one device sync."""
     found = list(named)
-    return _digest([name for name, _ in found], [tensor for _, tensor in found])
-
-
-def _digest(names: list[str], tensors: list[torch.Tensor]) -> str:
+    names, tensors = [name for name, _ in found], [tensor for _, tensor in found]
     on_cpu = bool(tensors) and tensors[0].is_cpu
     sums = torch.stack([word_sum(tensor).cpu() for tensor in tensors]) if on_cpu else all_bits(tensors)
     return hashlib.blake2b(repr((names, sums.tolist())).encode(), digest_size=16).hexdigest()

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
@@ -35,9 +35,9 @@ from ..support.names import is_sharded
 from ..support.time_limit import deadline
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .probe import Probe, ProbeResult, check_contents, report, run_prompts
-from .spec import EngineSpec, at_a_time, check_vocabulary, pictures_may_come
+from .spec import MOST_SERVED, EngineSpec, check_vocabulary, pictures_may_come
 from .supported import placed_in_training
-from .weights import DTYPES, TrainedAdapter, TrainedWeights, trained_part
+from .weights import DTYPES, Trained, TrainedAdapter, TrainedWeights
 
 logger = logging.getLogger(__name__)
 #: failures of an engine; other exceptions are bugs and pass through
@@ -76,7 +76,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         check_vocabulary(self.model)
-        self.trained = trained_part(self.model)
+        self.trained: Trained = TrainedAdapter(self.model) if is_peft_model(self.model) else TrainedWeights(self.model)
         self.waits = placed_in_training(self.accelerator)
         if self.waits and self.mode == "colocate":
             memory_arguments(self)  # raises early if it does not fit
@@ -166,7 +166,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         held_out = trainer.eval_dataset
         data = [trainer.train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])]
         # RLOO lacks all three
-        plays = any(vars(trainer).get(name) for name in ("tools", "environments", "rollout_func"))
+        plays = any(map(vars(trainer).get, ("tools", "environments", "rollout_func")))
         self.spec = EngineSpec.of(
             self.model,
             scale_rule=args.scale_rule,
@@ -174,7 +174,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             revision=(args.model_init_kwargs or {}).get("revision"),
             pictures=pictures_may_come(self.processing_class, data, plays),
             max_model_len=self.max_model_length,
-            max_num_seqs=at_a_time(args, self.mode, self.max_num_seqs),
+            max_num_seqs=min(args.generation_batch_size, MOST_SERVED) if self.mode == "server" else self.max_num_seqs,
             model_impl=self.model_impl,
             trust_remote_code=self.trust_remote_code,
             batch_invariant=args.vllm_batch_invariant,

@@ -422,20 +422,18 @@ class _Cast(TorchFunctionMode):
         self.cast = lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with torch.autocast(self.device, enabled=False):
-            return self.computed(function, args, kwargs or {})
-
-    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if function is F.embedding:
-            return self.cast(function(*args, **kwargs))
-        if function in self.OPERANDS:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            # the head in parts of its rows
-            if function is F.linear and args[1].numel() > _CHUNK and bias is None:
-                rows = args[1].split(max(1, _CHUNK // args[1].shape[1]))
-                return torch.cat([F.linear(self.cast(args[0]), self.cast(part)) for part in rows], -1)
-            args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))
-        return function(*args, **kwargs)
+            if function is F.embedding:
+                return self.cast(function(*args, **kwargs))
+            if function in self.OPERANDS:
+                bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                # the head in parts of its rows
+                if function is F.linear and args[1].numel() > _CHUNK and bias is None:
+                    rows = args[1].split(max(1, _CHUNK // args[1].shape[1]))
+                    return torch.cat([F.linear(self.cast(args[0]), self.cast(part)) for part in rows], -1)
+                args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))
+            return function(*args, **kwargs)
 
 
 def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

@@ -36,14 +36,9 @@ LOGPROBS_MODE = "processed_logprobs"
 #: read the trainer's files: by default vLLM prefers Mistral's own (params.json, tekken.json) if a checkpoint has both
 FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
 DELTA_NET = {"gdn_prefill_backend": "triton"}
-#: largest `max_num_seqs` of a server: vLLM's default on large GPUs, and below its limit, the tokens per step (2048 on
-#: small GPUs)
+#: largest `max_num_seqs` of a server, which otherwise takes the completions of all processes: vLLM's default on large
+#: GPUs, and below its limit, the tokens per step (2048 on small GPUs)
 MOST_SERVED = 1024
-
-
-def at_a_time(args: Any, mode: str, of_an_engine: int | None) -> int | None:
-    """`max_num_seqs` of an engine: TRL's value in process, and the completions of all processes for a shared server."""
-    return min(args.generation_batch_size, MOST_SERVED) if mode == "server" else of_an_engine
 
 
 @dataclass(frozen=True)

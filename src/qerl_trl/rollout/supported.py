@@ -36,7 +36,7 @@ _TURNS, _LOOPS = ("rollout_func", "tools", "environment_factory"), ("tools", "en
 def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) multi-turn rollouts with collective model calls: the number of turns differs per process.
     Sharded models would hang, and TRL would assign one engine's completions to wrong prompts."""
-    turns = [name for name in _TURNS if given.get(name)]
+    turns = list(filter(given.get, _TURNS))
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     together: str | None = None
     if sharded and not args.use_vllm:

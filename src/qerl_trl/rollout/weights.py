@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
-from accelerate.utils import is_peft_model
 from peft import PeftModel
 from torch import nn
 
@@ -50,13 +49,14 @@ class Trained(ABC):
 
     def whole(self) -> bool:
         """Whether nothing is sharded; `stamp` then equals the fingerprint from `put`."""
-        return _whole(self.parameters())
+        return {*map(type, self.parameters())} <= {nn.Parameter}
 
     def stamp(self) -> str:
         """Digest of this process's tensors or shards, to detect any change: an update, a load, a copy. By sums: blind
         to a permutation within one tensor."""
         parameters = self.parameters()
-        return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
+        whole = {*map(type, parameters)} <= {nn.Parameter}
+        return self.fingerprint(parameters) if whole else changes(map(local_tensor, parameters))
 
 
 class TrainedAdapter(Trained):
@@ -74,7 +74,7 @@ class TrainedAdapter(Trained):
 
     def _check_complete(self, model: nn.Module) -> None:
         """Refuse trained tensors outside of the sync."""
-        mine, others = {id(p) for p in self.parameters()}, set(cast(PeftModel, model).peft_config) - {self.name}
+        mine, others = set(map(id, self.parameters())), set(cast(PeftModel, model).peft_config) - {self.name}
         trained = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
         if left := [name for name in trained if not others & {*name.split(".")}]:
             layers = sorted({canonical_name(name.partition(".lora_")[0]) for name in left})
@@ -143,14 +143,6 @@ class TrainedWeights(Trained):
 
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
         return fingerprint((name, parameter) for (name, _, _), parameter in zip(self.places, parameters, strict=True))
-
-
-def _whole(parameters: Sequence[torch.Tensor]) -> bool:
-    return {*map(type, parameters)} <= {nn.Parameter}
-
-
-def trained_part(model: nn.Module) -> Trained:
-    return TrainedAdapter(model) if is_peft_model(model) else TrainedWeights(model)
 
 
 #: elements per partial count; each takes 4 bytes meanwhile

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checks import environment
 from ..config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from ..memory.of_trainer import plan_trainer
-from ..model.loading import begin, loaded_everywhere, pretrained_kwargs
+from ..model.loading import begin, loaded_everywhere
 from ..model.lora import (
     check_is_lora,
     default_lora_config,
@@ -26,7 +26,7 @@ from ..model.lora import (
     name_base,
     register_nvfp4_lora,
 )
-from ..nvfp4.config import NVFP4Config, stored_quantization
+from ..nvfp4.config import NVFP4Config, pretrained_kwargs, stored_quantization
 from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import settle_ends
 from ..rollout.supported import check_environment, check_given
@@ -57,7 +57,8 @@ def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
     environment.check(args)
     check_environment(args)
     check_given(args, given)
-    folder.lock_for(args)
+    if args.process_index == 0 and args.output_dir is not None:
+        folder.lock(args.output_dir)
     model = given_model(model)
     peft_config = adapter_config(model, args, given.get("peft_config"))
     reward_funcs = with_reward_models(given.get("reward_funcs"), args)
@@ -76,9 +77,8 @@ def own_vllm_generation(trainer: Any) -> Iterator[None]:
         return QeRLVLLMGeneration(*args, trainer=trainer, **kwargs)
 
     with ExitStack() as stack:
-        for name in {cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}:
-            module = sys.modules[name]
-            if "VLLMGeneration" in vars(module):
+        for cls in type(trainer).__mro__:
+            if cls.__module__.startswith("trl.") and "VLLMGeneration" in vars(module := sys.modules[cls.__module__]):
                 stack.callback(setattr, module, "VLLMGeneration", vars(module)["VLLMGeneration"])
                 vars(module)["VLLMGeneration"] = build
         yield

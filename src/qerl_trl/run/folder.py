@@ -75,12 +75,6 @@ def lock(output_dir: str | os.PathLike) -> None:
     _locks[str(folder)] = descriptor
 
 
-def lock_for(args: TrainingArguments) -> None:
-    """[`lock`] in the main process of a run."""
-    if args.process_index == 0 and args.output_dir is not None:
-        lock(args.output_dir)
-
-
 def _forget_locks() -> None:
     """Release the locks in a forked child, to not outlive its parent's."""
     while _locks:
@@ -300,7 +294,8 @@ def check_disk(args: TrainingArguments, model: nn.Module) -> None:
     """
     if args.should_save and args.output_dir is not None:
         sizes = model_bytes(model)
-        optimizer = optimizer_bytes(str(args.optim), sizes) if seal.can_go_on(args) else 0
+        resumable = args.save_strategy != "no" and not args.save_only_model
+        optimizer = optimizer_bytes(str(args.optim), sizes) if resumable else 0
         environment.tell(environment.disk(Path(args.output_dir), sizes.trained + optimizer))
 
 

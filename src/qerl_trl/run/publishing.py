@@ -1,4 +1,4 @@
-"""The trainer's exports, pushes and cards. Methods import `qerl_trl.publish` when called: few runs need it."""
+"""The trainer's exports, pushes and cards. Methods import most of `qerl_trl.publish` when called: few runs need it."""
 
 import logging
 import os
@@ -10,9 +10,12 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
-from ..checkpoint.settings import warn_of_tokens
+from ..checkpoint.fingerprint import stored_vocabulary
+from ..publish.load import TrainedPolicy
+from ..publish.merge import entries_of
 from ..rollout.sampling import save_generation_config
 from ..support import secrets
+from ..support.names import text_tokenizer
 from ..support.trl import OnlineTrainer
 
 if TYPE_CHECKING:
@@ -22,14 +25,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def warn_of_tokens(model: Any, processing_class: Any) -> None:
+    """Warn of tokens without an embedding, and of embeddings not found by stock PEFT."""
+    tokens = len(text_tokenizer(processing_class))
+    rows, stored = model.config.get_text_config().vocab_size, stored_vocabulary(model)
+    if tokens > rows:
+        what = "a text with one of the others ends in an error"
+    elif stored is not None and rows not in (stored, tokens):
+        what = "AutoPeftModel, which resizes to the tokenizer, cannot load the adapter (qerl_trl.load_adapter can)"
+    else:
+        return
+    logger.warning(
+        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before "
+        "training.",
+        *(tokens, rows, what, tokens),
+    )
+
+
 def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
     """Plan a merged export without writing it, and warn before training if the model's form allows none."""
     if not isinstance(model, PeftModel):
         return
     warn_of_tokens(model, processing_class)
-    from ..publish.load import TrainedPolicy
-    from ..publish.merge import entries_of
-
     try:
         entries_of(TrainedPolicy(model, None, {}), with_adapter=True)
     except (ValueError, RuntimeError) as error:

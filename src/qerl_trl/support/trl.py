@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         _padded_logps: Any  # the same: TRL's own `_get_per_token_logps_and_entropies`
         #: prompt and completion in tokens, by `plan_trainer`; None if no prompt was counted
         longest_sequence: int | None
-        sources: dict[str, dict[str, str]]  # the same: digests of the user's functions
         given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler given by the user
         optimizer: Any
         lr_scheduler: Any
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
         _logs: dict[str, Any]
 
         def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
+        @property
+        def sources(self) -> dict[str, dict[str, str]]: ...  # ours: digests of the user's functions
         def _generate(self, prompts: list) -> Any: ...
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Any: ...
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]: ...

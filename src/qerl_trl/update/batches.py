@@ -334,11 +334,11 @@ def _size(sequences: list[row.Sequence], share: bool) -> tuple[int, int]:
     return row.padded(tokens), row.padded(keys)
 
 
+@dataclass
 class LongestPass:
     """The most tokens in one forward and backward pass so far."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    tokens: int = 0
 
     def begin(self, tokens: int, device: torch.device) -> None:
         """Call before a forward pass of `tokens`; one without gradients is ignored."""

@@ -111,7 +111,7 @@ class InProcessEngine(Engine):
             loader.publish(None)
         if sleeps and share:
             use_kv_only_sleep(self.llm)
-        known = {canonical_name(name) for name, _ in model.named_modules()}
+        known = set(map(canonical_name, dict(model.named_modules())))
         quantization: Any = self.llm.llm_engine.vllm_config.quant_config  # ours
         self.state = RolloutState(engine_model(self.llm), quantization.renaming, known)
 

@@ -230,6 +230,7 @@ class NVFP4Method(_PackedMethod):
     """Packed weights in the compressed-tensors layout, from a checkpoint or from the trainer."""
 
     layout = LAYOUTS["compressed-tensors"]
+    per_tensor: tuple[str, ...] = (layout.global_scale,)
 
     def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         n, device = sum(widths), "meta" if self.deferred else None
@@ -238,10 +239,7 @@ class NVFP4Method(_PackedMethod):
         how: dict[str, Any] = {"input_dim": 1, "output_dim": 0, "weight_loader": weight_loader}
         layer.register_parameter(self.layout.packed, ModelWeightParameter(data=packed, **how))
         layer.register_parameter(self.layout.block_scale, GroupQuantScaleParameter(data=scale, **how))
-        _expect_scales(layer, self._per_tensor(), len(widths), weight_loader)
-
-    def _per_tensor(self) -> tuple[str, ...]:
-        return (self.layout.global_scale,)
+        _expect_scales(layer, self.per_tensor, len(widths), weight_loader)
 
     def _divisors(self, layer: Layer) -> Tensor:
         scales = layer.get_parameter(self.layout.global_scale).data
@@ -254,7 +252,7 @@ class NVFP4Method(_PackedMethod):
         divisors = self._divisors(layer)[: len(layer.qerl_splits)]
         _check_scales(self.names, divisors)
         packed, scale = (layer.get_parameter(name).data for name in (self.layout.packed, self.layout.block_scale))
-        for name in (self.layout.packed, self.layout.block_scale, *self._per_tensor()):
+        for name in (self.layout.packed, self.layout.block_scale, *self.per_tensor):
             delattr(layer, name)
         self.set_weights(layer, packed, scale, self.row_scale(divisors, layer.qerl_splits))
 
@@ -264,9 +262,7 @@ class ModelOptNVFP4Method(NVFP4Method):
     """ModelOpt's layout: `weight`, `weight_scale`, and the factor `weight_scale_2`. `input_scale` belongs to W4A4."""
 
     layout = LAYOUTS["modelopt"]
-
-    def _per_tensor(self) -> tuple[str, ...]:
-        return (self.layout.global_scale, "input_scale")
+    per_tensor = (layout.global_scale, "input_scale")
 
 
 @register_weight_loader_v2_supported_method
@@ -318,14 +314,14 @@ class DenseMethod(AdaptedMethod):
 class ModelOptFP8Method(DenseMethod):
     """FP8 layers of a mixed ModelOpt checkpoint: dense once loaded, with the trainer's bits (nvfp4/format.py)."""
 
-    _PER_TENSOR = ("weight_scale", "input_scale")
+    per_tensor = ("weight_scale", "input_scale")
 
     def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         self.dtype = dtype
         codes = torch.empty(sum(widths), k, dtype=torch.float8_e4m3fn)
         weight = ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", weight)
-        _expect_scales(layer, self._PER_TENSOR, len(widths), weight_loader)
+        _expect_scales(layer, self.per_tensor, len(widths), weight_loader)
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         if layer.weight.dtype == self.dtype:
@@ -333,7 +329,7 @@ class ModelOptFP8Method(DenseMethod):
         codes, scales = layer.weight.data.split(layer.qerl_splits), layer.weight_scale.data
         _check_scales(self.names, scales)
         parts = [dequantize_fp8(part, scale, self.dtype) for part, scale in zip(codes, scales, strict=False)]
-        for name in ("weight", *self._PER_TENSOR):
+        for name in ("weight", *self.per_tensor):
             delattr(layer, name)
         layer.weight = Parameter(torch.cat(parts), requires_grad=False)
 

@@ -77,12 +77,6 @@ class EngineOptions:
         adapted = any(f".{name}".endswith(f".{target}") for name in names for target in targets)
         return self.adapter["rank"] if self.adapter and adapted else 0
 
-    @classmethod
-    def current(cls) -> "EngineOptions":
-        """Options of the engine under construction."""
-        config = get_current_vllm_config().additional_config
-        return cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
-
 
 def _model_type() -> str | None:
     """The text decoder's `model_type` of the engine under construction."""
@@ -180,7 +174,8 @@ class QeRLQuantizationConfig(QuantizationConfig):
             return None
         if get_current_vllm_config().parallel_config.worker_extension_cls == WORKER_EXTENSION:
             secret()  # raise before the weights are loaded
-        options = EngineOptions.current()
+        config = get_current_vllm_config().additional_config
+        options = EngineOptions(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
         known = () if shared is None else shared.modules
         method: Callable[..., AdaptedMethod]
         names = self.originals(prefix, known)

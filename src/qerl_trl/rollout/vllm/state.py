@@ -99,7 +99,7 @@ class RolloutState:
         self.draw: NoiseDraw | None = None
         self._received: str | None = None
         #: name of an adapter's buffer -> its expected `bits`
-        self._bits = dict.fromkeys((name for name, _ in self._halves), 0)
+        self._bits = dict.fromkeys(dict(self._halves), 0)
 
     def original(self, name: str) -> str:
         return self.renaming.original(name, self._known)
