@@ -13,6 +13,7 @@ partition.
 import ast
 import builtins
 import ctypes
+import functools
 import importlib
 import inspect
 import random
@@ -658,6 +659,8 @@ FAKES = {
 }  # fmt: skip
 
 
+#: multiprocessors of the emulated GPU
+SMS = 5
 #: files without a kernel
 PLAIN = ("cost",)
 
@@ -672,23 +675,28 @@ class Source:
         if name not in self.files:
             tree = ast.parse((self.folder / f"{name}.py").read_text())
             scope = self.files[name] = {"__name__": f"emulated.{name}"}
-            for node in [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]:
+            imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+            for node in imports:
                 for alias in node.names:
                     known = alias.asname or alias.name
                     if known in FAKES:
                         scope[known] = FAKES[known]
-                    elif isinstance(node, ast.ImportFrom) and node.level and node.module in PLAIN:
-                        scope[known] = getattr(importlib.import_module(f"qerl_nvfp4.{node.module}"), alias.name)
-                    elif isinstance(node, ast.ImportFrom) and node.level:
-                        scope[known] = self[node.module][alias.name]
-                    else:
+                    elif not (isinstance(node, ast.ImportFrom) and node.level):
                         scope[known] = __import__(alias.name)
-            tree.body = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
+                    elif node.module in PLAIN:
+                        scope[known] = getattr(importlib.import_module(f"qerl_nvfp4.{node.module}"), alias.name)
+                    else:
+                        scope[known] = self[node.module][alias.name]
+            tree.body = [n for n in tree.body if n not in imports]
             exec(compile(tree, str(self.folder / f"{name}.py"), "exec"), scope)
         return self.files[name]
 
     def kernel(self, name: str):
-        for file in ("hopper", "hopper_wgmma", "hopper_wide", "ampere", "portable", "elementwise"):
-            if name in self[file]:
-                return self[file][name]
-        raise KeyError(name)
+        files = ("hopper", "hopper_wgmma", "hopper_wide", "ampere", "portable", "elementwise")
+        return next(self[file][name] for file in files if name in self[file])
+
+
+@functools.cache
+def source() -> Source:
+    """Of the package that is imported."""
+    return Source(Path(importlib.import_module("qerl_nvfp4").__file__).parent)

@@ -1,4 +1,4 @@
-"""Defects planted in copies of the kernels, and which CPU tests find them. Not part of the tests: some minutes.
+"""Defects planted in copies of the kernels, and the CPU tests that find them. Not part of the tests: some minutes.
 
 python kernels/tests/planted.py                 # results into results/planted.json, the table into HOW_IT_WORKS.md
 python kernels/tests/planted.py --only bias     # defects with a word in their name or file; nothing is written
@@ -37,8 +37,6 @@ FIRST = {
     "launch": "test_skinny",
 }  # by file, the test that finds its defects soonest
 LIMIT_S = 900
-
-
 CONTROL = {"defect": "none", "file": "launch.py", "old": "import math", "new": "import math"}
 
 
@@ -51,13 +49,10 @@ class First:
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed and self.test is None:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.test, self.how = (
-                report.nodeid.rsplit("/", 1)[-1],
-                (crash.message if crash else str(report.longrepr)).splitlines()[0][:120],
-            )
+            self.test = report.nodeid.rsplit("/", 1)[-1]
+            self.how = (crash.message if crash else str(report.longrepr)).splitlines()[0][:120]
 
-    def pytest_collectreport(self, report) -> None:
-        self.pytest_runtest_logreport(report)
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def run_tests(package_folder: str, answer: Path, soonest: str | None) -> None:
