@@ -11,7 +11,7 @@ import torch
 from nvfp4_cases import Problem, leftovers, random_weight, relative_error
 
 import qerl_nvfp4
-from qerl_nvfp4 import cost, portable, precompile, select
+from qerl_nvfp4 import portable, precompile, select
 
 SMS, SHARED_MEMORY = 5, 99 * 1024
 
@@ -137,44 +137,3 @@ def test_random_shapes():
         assert torch.equal(some, y[rows]), where
         if case % 20 == 19:
             assert not leftovers(), where
-
-
-@pytest.mark.gpu
-@pytest.mark.kernels_ci
-@pytest.mark.hopper
-@pytest.mark.parametrize("rank,splits", [(0, None), (32, (3584, 512, 512))], ids=["base", "adapter"])
-def test_widths_of_the_instruction_agree(rank, splits):
-    """16 to 160 tokens per wgmma, each by itself: a failure names the width that adds up otherwise."""
-    N, K = 4608, 3584
-    problem = problem_of(128, N, K, rank, splits, "cuda")
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    configs = [select.batch_invariant(N, K, M, sms, True, True, SHARED_MEMORY)[0] for M in (16, 32, 64, 128)]
-    S, X = cost.wide_stages(160, 2)
-    wide = {"kernel": "wide", "BM": 160, "P": 2, "S": S, "X": X}
-    configs.append(wide | {k: configs[-1][k] for k in ("grid", "tasks", "slices")})
-    found = {config["BM"]: problem.by(config, slice(0, 16)) for config in configs}
-    differ = {BM: (y != found[16]).float().mean().item() for BM, y in found.items() if not torch.equal(y, found[16])}
-    assert not differ, f"share of values that differ from 16 tokens per instruction: {differ}"
-
-
-@pytest.mark.gpu
-@pytest.mark.kernels_ci
-@pytest.mark.hopper
-def test_in_graphs_of_several_sizes():
-    """As in an engine: graphs of several sizes in one set of scratch memory, replayed without a pause."""
-    problem = problem_of(256, 3584, 18944, 32, (3584,), "cuda")
-    whole, graphs = problem.linear(batch_invariant=True), {}
-    for M in (256, 136, 64, 24, 8, 1):
-        problem.linear(slice(0, M), batch_invariant=True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = problem.linear(slice(0, M), batch_invariant=True)
-        graphs[M] = graph, y
-    for _ in range(50):
-        for graph, y in graphs.values():
-            y.fill_(float("nan"))
-            graph.replay()
-    torch.cuda.synchronize()
-    for M, (_, y) in graphs.items():
-        assert torch.equal(y, whole[:M]), M

@@ -191,20 +191,3 @@ def test_a_variant_has_no_price_beyond_its_measurements():
                 tokens[N * K >= 2**25].add(M)
     assert tokens == {True: {272, 400, 512}, False: {272, 400, 512, 1024}} and {208, 224, 256} <= tiles
     assert seen == {(True, 272), (False, 272), (True, 400), (False, 400), (True, 512), (False, 512), (False, 1024)}
-
-
-def test_terms_of_a_product():
-    """Tokens of a tile that the product lacks; rounds of tasks; pieces of tiles."""
-
-    def paid(N, K, M, rows, **more):
-        wide = {"kernel": "wide", "BM": 192, "P": 2, "S": 3, "X": 5, "tasks": True, "grid": 132}
-        return cost.terms(wide | more, N, K, M, 132, rows)
-
-    lacking = paid(7168, 5120, 352, 96)["units of tokens that are not"]
-    assert lacking == pytest.approx(56 * 20 * (2 - 352 / 192) / 132)
-    assert cost.adapter_tasks(5120, 352, 132, 96) == (132, 1)
-    # 132 tasks for 132 programs; 144 tasks
-    for rounds, M, more in ((1, 352, {}), (2, 384, {}), (2, 384, {"grid": 112}), (0, 384, {"tasks": False})):
-        assert paid(7168, 5120, M, 96, **more)["rounds of x A^T"] == rounds * 5.12
-    assert paid(7168, 5120, 384, 32, grid=112)["pieces"] == 1, "a tile each, and all whole"
-    assert paid(17920, 1536, 384, 64)["pieces"] == 1 + 2, "280 tiles: one whole, and 6.7 units of tiles of 6"

@@ -90,23 +90,6 @@ def test_wgmma(config):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("rank", [0, 32])
-@pytest.mark.parametrize("M", [5, 17, 64, 100, 128, 129, 300])
-@pytest.mark.parametrize("N,K", [(1152, 896), (896, 896), (2304, 1152), (576, 960)])
-def test_rows_of_scales_may_be_aligned_or_not(N, K, M, rank):
-    """An engine's are, a trainer's are not: another kernel, the same product."""
-    problem = problem_of(M, N, K, rank)
-    packed, scale, gs = problem.weight
-    aligned = qerl_nvfp4.align_scale_rows(scale)
-    assert aligned.data_ptr() != scale.data_ptr() and torch.equal(aligned, scale)
-    for each in (aligned, scale):
-        problem.weight = packed, each, gs
-        assert relative_error(problem.linear(), problem.exact()) < 5e-3
-    if 16 < M < 64:
-        assert select.choose(N, K, M, 0, True)["kernel"] == "wgmma"
-
-
-@pytest.mark.hopper
 @pytest.mark.parametrize("M", [17, 40, 64, 128])
 @pytest.mark.parametrize("K", [9216, 18944])
 def test_wgmma_with_an_adapter_and_a_long_k(M, K):
@@ -202,12 +185,17 @@ def test_a_kernel_that_does_not_compile_is_replaced():
 
 @pytest.mark.parametrize("dtype,limit", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("rank", [0, 16], ids=["base", "adapter"])
-@pytest.mark.parametrize("M", [1, 17, 128, 300])
-@pytest.mark.parametrize("N,K", [(3584, 3584), (1000, 1040), (1024, 18944)])
+@pytest.mark.parametrize("M", [1, 17, 64, 128, 300])
+@pytest.mark.parametrize("N,K", [(3584, 3584), (1000, 1040), (1024, 18944), (1152, 896), (576, 960)])
 def test_linear_picks_something_right(M, N, K, rank, dtype, limit):
+    """Rows of scales may be aligned, as an engine's, or not, as a trainer's: another kernel, the same product."""
     problem = problem_of(M, N, K, rank, dtype=dtype, bias=False)
-    y = problem.linear()
-    assert y.dtype == dtype and relative_error(y, problem.exact()) < limit
+    packed, scale, gs = problem.weight
+    exact = problem.exact()
+    for each in {scale.stride(): scale, (aligned := qerl_nvfp4.align_scale_rows(scale)).stride(): aligned}.values():
+        problem.weight = packed, each, gs
+        y = problem.linear()
+        assert y.dtype == dtype and relative_error(y, exact) < limit
     dy = torch.randn(M, N, device="cuda").to(dtype)
     exact = dy.double() @ reference.dequantize(*problem.weight, torch.float64)
     assert rank or relative_error(qerl_nvfp4.linear_backward(dy, *problem.weight), exact) < 4e-3
@@ -390,17 +378,15 @@ def test_torch_compile():
     assert relative_error(compiled(x), qerl_nvfp4.linear(x, packed, scale, gs) * 2) < 1e-3
 
 
-def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch):
+def test_a_launch_compiles_nothing_that_was_compiled_ahead(monkeypatch):
     from qerl_nvfp4.precompile import Weight, precompile
 
     N, K, rank, splits = 768, 1024, 24, (256, 256, 256)  # of no other test
     tokens = [1, 3, 16, 24, 64, 100, 200, 512, 700, 2048]
     ahead = [Weight(N, K, splits, rank, bias=True)]
-    result = precompile(ahead, tokens, norms=[K + 8], tell=lambda line: None)
+    result, again = (precompile(ahead, tokens, norms=[K + 8], tell=lambda line: None) for _ in range(2))
     assert result.kernels > 0 and not result.failed
-    again = precompile(ahead, tokens, norms=[K + 8])
     assert again.kernels == 0 and again.seconds < 1
-
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["repr"]))
     problem = problem_of(max(tokens), N, K, rank, splits)

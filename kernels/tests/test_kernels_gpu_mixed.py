@@ -277,23 +277,3 @@ def test_two_models_in_one_process():
                 assert torch.equal(y, expected), (M, turn)
                 assert torch.equal(again, expected), (M, turn)
     assert not leftovers()
-
-
-@pytest.mark.gluon
-def test_two_streams_in_turn():
-    """Each waits for the other before it begins, and nothing waits on the host."""
-    layer = SMALL()
-    sizes = (5, 16, 33, 64, 100, 128)
-    xs = [normal(M, layer.hidden) for M in sizes]
-    expected = [layer(x) for x in xs]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    found = []
-    for turn in range(60):
-        mine, other = streams[turn % 2], streams[1 - turn % 2]
-        mine.wait_stream(other)
-        with torch.cuda.stream(mine):
-            found.append((turn % len(xs), layer(xs[turn % len(xs)])))
-    torch.cuda.synchronize()
-    assert all(torch.equal(y, expected[i]) for i, y in found)
-    assert not leftovers()

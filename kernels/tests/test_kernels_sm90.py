@@ -267,25 +267,6 @@ def test_failed_compilations_are_recognised():
 
 
 @pytest.mark.compiled
-def test_portable():
-    import triton.language as tl
-
-    from qerl_nvfp4 import portable
-
-    gemm = {"BM": 16, "BN": 128, "BK": 128, "SPLIT": True, "EVEN_K": True, "MMA": 3, "BIAS": False, "RANK": 0}
-    dequantize = {"BN": 8, "BK": 512, "DTYPE": tl.bfloat16}
-    for kernel, constants, wanted in (
-        (portable.gemm_kernel, gemm | {"BRANK": 16}, ("HGMMA", "")),
-        (portable.dequantize_kernel, dequantize, ("STG", "128")),
-    ):
-        pointers = {"s_ptr": "*u8", "o_ptr": "*bf16"}
-        compiled = compile_sm90(kernel, constants | {"INTERP": False}, 4, None, 4, pointers)
-        everything = opcodes(disassemble(compiled.asm["cubin"]))
-        assert not local(everything)
-        assert any(wanted[1] in op for op in starting(everything, wanted[0]))
-
-
-@pytest.mark.compiled
 @pytest.mark.parametrize("capability", [80, 120])
 def test_sums(capability):
     import triton.language as tl
