@@ -99,7 +99,8 @@ class Tensor:
 
 
 for _name, _compute in {
-    "add": np.add, "radd": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod, "and": np.bitwise_and, "or": np.bitwise_or,
+    "add": np.add, "radd": np.add, "sub": np.subtract,
+    "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift, "rmul": np.multiply,
     "rand": np.bitwise_and, "rsub": lambda a, b: b - a, "rfloordiv": lambda a, b: b // a, "rmod": lambda a, b: b % a,
 }.items():  # fmt: skip

@@ -74,7 +74,7 @@ def test_every_scale_byte_is_decoded():
 
 
 def test_every_pair_of_codes_times_every_scale_is_exact():
-    """All eight codes of a word, for all values of a byte and all scales; by the bits, and by Blackwell's conversion."""
+    """All eight codes of a word, all bytes and all scales; by the bits, and by Blackwell's conversion."""
     word = sum((BYTES + np.uint64(37 * i) & np.uint64(255)) << np.uint64(8 * i) for i in range(4))
     for name, factor, step, apart in (("DECODE_WORD", 2.0**118, 1, 4), ("CONVERT_WORD", 2.0**-8, 2, 1)):
         for i, found in enumerate(ptx.run(source["hopper"][name], 4, [word, scale_bits(SCALES, factor)])):

@@ -339,24 +339,6 @@ def test_what_time_leaves_undone_is_told(ada):
     assert (found.entries, found.unmeasured) == ([], [24]) and "1 not measured, what is shipped stays" in found.text()
 
 
-def test_hoppers_kernels_are_checked_before_they_are_chosen(hopper, clock, emulated, monkeypatch):
-    """In the emulator of the Gluon kernels, through launch.py: `times` is the fastest and leaves a shard without its
-    adapter.
-    """
-    shipped = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 2, "tasks": True}
-    fast, faster = shipped | {"grid": 3}, shipped | {"grid": 4}
-    clock["price"] = lambda config: 10.0 - config["grid"]
-    product = ops.product
-
-    def wrong(config, x, packed, scale, gs, bias, a, b, splits, out):
-        product(config, x, packed, scale, gs, bias, a, torch.zeros_like(b) if config == faster else b, splits, out)
-
-    monkeypatch.setattr(ops, "product", wrong)
-    found = measure([shipped, fast, faster], weight=Weight(256, 512, (128, 128), RANK))
-    assert found.entries[0]["config"] == fast
-    assert "wgmma_kernel" in emulated["launches"]
-
-
 # --- candidates -----------------------------------------------------------------------------------
 
 H200 = ("NVIDIA H200", 132, (9, 0), 227)

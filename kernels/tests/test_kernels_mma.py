@@ -107,17 +107,14 @@ def card(request, pretend):
 @pytest.mark.parametrize("N,K", [(37888, 3584), (3584, 18944), (4608, 3584), (1152, 896), (1000, 1152)])
 def test_the_selected_kernel_can_run_and_is_the_cheapest(card, N, K):
     shared = select.shared_memory_limit(0)
-    kernels = set()
-    for M in (17, 24, 40, 64, 100, 128, 200, 256, 512, 1000, 1536):
+    for M in (17, 32, 64, 100, 200, 512, 1536):
         config, why = select.explain(N, K, M, 0, True)
         assert why == f"bounds of {card.name}"
         assert select.can_run(config, N, K, M, card.sms, shared)
-        kernels.add(config["kernel"])
         size = next(s for s in cost.SIZES if s >= M)
         ours = [bounds.mma_us(card, c, N, K, size) for c in bounds.mma_candidates(N, K, size, card.sms, shared)]
-        assert (config["kernel"] == "mma") == (min(ours) < bounds.dense_us(card, N, K, size))
-    assert select.explain(N, K, 32, 0, True)[0]["kernel"] == "mma"
-    assert kernels <= {"mma", "dense"}
+        cheapest = "mma" if min(ours) < bounds.dense_us(card, N, K, size) else "dense"
+        assert config["kernel"] == cheapest and (M != 32 or cheapest == "mma")
     assert select.explain(N, K, 2000, 0, True) == ({"kernel": "dense", "pieces": 1}, "heuristic")
     assert select.explain(N, K, 8, 0, True)[1] == "heuristic"
     assert select.explain(N, K, 32, 0, False)[0]["kernel"] == "portable", "float16"
@@ -136,15 +133,6 @@ def test_the_selected_kernel_can_run_and_is_the_cheapest(card, N, K):
 def test_another_card_of_the_same_kind_is_taken_for_a_known_one(name, capability, sms, taken_for):
     found = bounds.card_of(f"NVIDIA {name}", capability, sms)
     assert (found and (found.name, found.sms)) == (taken_for and (taken_for, sms))
-
-
-def test_no_bound_is_below_the_floor(card):
-    """The model may be too kind to a kernel, but never kinder than the hardware."""
-    for N, K in ((37888, 3584), (3584, 3584)):
-        for M in (24, 64, 200, 512):
-            for config in bounds.mma_candidates(N, K, M, card.sms, select.shared_memory_limit(0)):
-                assert max(bounds.mma_bounds(card, config, N, K, M).values()) >= 0.999 * bounds.floor_us(card, N, K, M)
-            assert bounds.dense_us(card, N, K, M) > bounds.bf16_us(card, N, K, M) > bounds.floor_us(card, N, K, M)
 
 
 def test_a_configuration_from_a_file_that_cannot_run_is_refused():

@@ -69,7 +69,7 @@ def test_rms_norm_keeps_a_float32_weight(residual):
         assert torch.equal(got[1].double(), h)
 
 
-def lack(match: str, call, *arguments) -> None:
+def refuses(match: str, call, *arguments) -> None:
     with pytest.raises(ValueError, match=match):
         call(*arguments)
 
@@ -78,27 +78,27 @@ def test_wrong_shapes_name_the_numbers():
     packed, scale, gs = weight = random_weight(32, 64)
     x, a, b = torch.randn(2, 64), torch.randn(4, 64), torch.randn(32, 4)
     linear, rms_norm = qerl_nvfp4.linear, qerl_nvfp4.rms_norm
-    lack("48 columns", linear, torch.randn(2, 48), *weight)
-    lack("block_scale has shape", linear, x, packed, scale[:, :2], gs)
-    lack("7 elements", linear, x, packed, scale, torch.ones(7))
-    lack("best", qerl_nvfp4.quantize, torch.randn(4, 32), "best", gs)
-    lack(r"bias has shape \(16,\)", linear, x, *weight, torch.zeros(16))
-    lack("both lora_a", linear, x, *weight, None, a)
-    lack(r"lora_splits are \(16, 8\)", linear, x, *weight, None, a.repeat(2, 1), b, (16, 8))
-    lack(r"2 shards of rank 4 need \(8, 64\)", linear, x, *weight, None, a, b, (16, 16))
-    lack(r"2 shards of rank 0 need \(0, 64\)", linear, x, *weight, None, a, torch.empty(32, 0), (16, 16))
-    lack("dy has 31 columns", qerl_nvfp4.linear_backward, torch.randn(2, 31), *weight)
-    lack(r"needs a weight \(64,\)", rms_norm, x, torch.ones(63), 1e-6)
+    refuses("48 columns", linear, torch.randn(2, 48), *weight)
+    refuses("block_scale has shape", linear, x, packed, scale[:, :2], gs)
+    refuses("7 elements", linear, x, packed, scale, torch.ones(7))
+    refuses("best", qerl_nvfp4.quantize, torch.randn(4, 32), "best", gs)
+    refuses(r"bias has shape \(16,\)", linear, x, *weight, torch.zeros(16))
+    refuses("both lora_a", linear, x, *weight, None, a)
+    refuses(r"lora_splits are \(16, 8\)", linear, x, *weight, None, a.repeat(2, 1), b, (16, 8))
+    refuses(r"2 shards of rank 4 need \(8, 64\)", linear, x, *weight, None, a, b, (16, 16))
+    refuses(r"2 shards of rank 0 need \(0, 64\)", linear, x, *weight, None, a, torch.empty(32, 0), (16, 16))
+    refuses("dy has 31 columns", qerl_nvfp4.linear_backward, torch.randn(2, 31), *weight)
+    refuses(r"needs a weight \(64,\)", rms_norm, x, torch.ones(63), 1e-6)
     memory = torch.zeros(32, 64, dtype=torch.bfloat16)
     for out in (memory[:16], memory.float(), memory.t()):
-        lack("out is", qerl_nvfp4.dequantize, *weight, torch.bfloat16, out)
+        refuses("out is", qerl_nvfp4.dequantize, *weight, torch.bfloat16, out)
     assert not memory.any(), "nothing was written"
 
 
 def refused_by_all(match: str, packed, scale, gs) -> None:
-    lack(match, qerl_nvfp4.linear, torch.randn(2, packed.shape[1] * 2), packed, scale, gs)
-    lack(match, qerl_nvfp4.linear_backward, torch.randn(2, packed.shape[0]), packed, scale, gs)
-    lack(match, qerl_nvfp4.dequantize, packed, scale, gs)
+    refuses(match, qerl_nvfp4.linear, torch.randn(2, packed.shape[1] * 2), packed, scale, gs)
+    refuses(match, qerl_nvfp4.linear_backward, torch.randn(2, packed.shape[0]), packed, scale, gs)
+    refuses(match, qerl_nvfp4.dequantize, packed, scale, gs)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_scales_of_another_type_are_refused(name, dtype):
         scale = scale.view(torch.float8_e4m3fn).float().to(dtype)
     else:
         gs = gs.to(dtype)
-        lack(f"{name} is {dtype}", qerl_nvfp4.quantize, torch.randn(64, 64).bfloat16(), "rtn", gs)
+        refuses(f"{name} is {dtype}", qerl_nvfp4.quantize, torch.randn(64, 64).bfloat16(), "rtn", gs)
     refused_by_all(f"{name} is {dtype}", packed, scale, gs)
 
 
@@ -129,7 +129,7 @@ def test_a_global_scale_of_another_shape_is_refused(shape):
     match = rf"global_scale has {wrong.numel()} elements.* each of the 64 rows"
     refused_by_all(match, packed, scale, wrong)
     for rule in reference.SCALE_RULES:
-        lack(match, qerl_nvfp4.quantize, torch.randn(64, 64).bfloat16(), rule, wrong)
+        refuses(match, qerl_nvfp4.quantize, torch.randn(64, 64).bfloat16(), rule, wrong)
 
 
 def test_scales_of_equal_meaning_give_the_same():
@@ -152,9 +152,9 @@ def test_a_tensor_of_another_device_is_refused(name):
     x, *weight_and_adapter, dy = given.values()
     match = f"{name} is on meta, the packed weight on cpu"
     if name == "dy":
-        lack(match, ops_module.check_backward, dy, *weight_and_adapter[:3])
+        refuses(match, ops_module.check_backward, dy, *weight_and_adapter[:3])
     else:
-        lack(match, ops_module.check, x, *weight_and_adapter, None)
+        refuses(match, ops_module.check, x, *weight_and_adapter, None)
 
 
 @pytest.mark.parametrize(
