@@ -1,4 +1,4 @@
-"""Our Gluon kernels on a CPU, executed from their source: what numbers they compute, and who waits for whom.
+"""Our Gluon kernels on a CPU, executed from their source: their results, and who waits for whom.
 
 A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is
 drawn by lot. Bulk copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows,
@@ -195,14 +195,14 @@ class Task(threading.Thread):
                 self.fn(*self.args)
         except ptx.Exit:
             pass
-        except BaseException as error:  # told by the machine
+        except BaseException as error:  # raised by the machine
             machine.failed = machine.failed or error
         self.done = True
         machine.back.release()
 
 
 class Machine:
-    """Runs launches; also what inline assembly takes for memory."""
+    """Runs launches; also the memory of inline assembly."""
 
     def launch(
         self, fn, grid: tuple[int, ...], arguments: dict, seed: int, resident: int, later: list[torch.Tensor]
@@ -306,7 +306,9 @@ class Machine:
         for start, data in self.memory.items():
             length = len(data)
             if start <= address.min() and address.max() + size <= start + length:
-                assert not ((address - start) % size).any(), "an address that is not a multiple of what is read"
+                assert not ((address - start) % size).any(), (
+                    "an address that is not a multiple of the size that is read"
+                )
                 return data[: length // size * size].view(f"u{size}"), (address - start) // size
         raise IndexError("an address outside of every tensor of the launch")
 
@@ -383,7 +385,7 @@ def _neighbours(args: list[np.ndarray], pack: int) -> int:
                 groups = np.moveaxis(a, axis, -1).reshape(-1, pack).astype(np.int64)
                 if (np.diff(groups, axis=1) == (4 if a.dtype == np.int64 else 1)).all():
                     return axis
-    raise AssertionError("no neighbours in what an instruction of several values takes")
+    raise AssertionError("no neighbours among the operands of an instruction of several values")
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
@@ -510,7 +512,7 @@ class async_copy:
     def copy(target, ptr):
         assert target.data.shape == ptr.shape
         address, size = ptr.a, BITS[ptr.to_kind] // 8
-        target.data[...] = 0x7FC0 if target.kind == "bf16" else -1  # what was there is lost from now on
+        target.data[...] = 0x7FC0 if target.kind == "bf16" else -1  # the old value is lost from now on
 
         def arrive() -> None:
             target.data[...] = machine.load(address, size).view(target.data.dtype)

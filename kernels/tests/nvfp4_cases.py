@@ -79,7 +79,7 @@ class Problem:
         return reference.linear(self.x.double(), *self.weight, bias, a, b, self.adapter[2])
 
     def by(self, config: dict, rows: slice = slice(None), multiply=None, **options) -> torch.Tensor:
-        """These rows of the product by a configuration; what nobody writes is NaN."""
+        """These rows of the product by a configuration; elements that nobody writes are NaN."""
         from qerl_nvfp4 import launch
 
         x = self.x[rows]
@@ -110,7 +110,7 @@ def leftovers() -> list[str]:
     found = []
     for (device, place, name), buffer in launch._scratch.items():
         if buffer.dtype != torch.int32:
-            continue  # what every launch writes before it reads it
+            continue  # every launch writes it before it reads it
         wrong = buffer != (-1 if name in ("pieces", "cells") else 0)
         if name == "ticket":  # the upper half says which of the two buffers of cells is next
             wrong = (buffer & 0xFFFF) != 0

@@ -23,7 +23,7 @@ KERNELS = HERE.parent
 RESULT = KERNELS / "benchmarks" / "results" / "planted.json"
 PAGE = KERNELS / "HOW_IT_WORKS.md"
 BEGIN, END = "<!-- planted: written by tests/planted.py -->\n", "<!-- end of planted -->\n"
-#: the quick tests of what kernels compute; compilation and whole products in Triton's interpreter take minutes
+#: the quick tests of the kernels' results; compilation and whole products in Triton's interpreter take minutes
 TESTS = (
     "test_kernels_emulated.py",
     "test_kernels_interpreter.py::test_the_backward_product_goes_through_the_dequantized_weight",
@@ -81,7 +81,7 @@ def findings(defect: dict[str, Any]) -> dict[str, Any]:
         path = package / defect["file"]
         text = path.read_text()
         if text.count(defect["old"]) != 1:
-            raise SystemExit(f"{defect['defect']}: what it replaces is not in {path.name} once. Mend {RESULT.name}.")
+            raise SystemExit(f"{defect['defect']}: `old` is not in {path.name} once. Mend {RESULT.name}.")
         path.write_text(text.replace(defect["old"], defect["new"]))
         answer, begin = Path(folder) / "answer.json", time.time()
         child = os.fork()  # which has imported everything but our package

@@ -1,7 +1,7 @@
 """A row of y does not depend on how many other rows there are: the batch-invariant selection, bit for bit.
 
-On a CPU the Hopper kernel runs in the emulator and the portable one in Triton's interpreter, which show what is added
-to what; how a matrix instruction adds up within itself only the GPU tests see.
+On a CPU the Hopper kernel runs in the emulator and the portable one in Triton's interpreter, which show the order of
+sums; how a matrix instruction adds up within itself only the GPU tests see.
 """
 
 import random
@@ -40,7 +40,7 @@ def test_wgmma_cuts_k_at_the_same_places_for_every_number_of_tokens(rank, splits
     assert relative_error(found[70], problem.exact()) < 4e-3
     for M, y in found.items():
         assert torch.equal(y, found[70][:M]), M
-    # what is selected by speed does not agree: the comparison above sees a difference
+    # a selection by speed does not agree: the comparison above sees a difference
     assert not torch.equal(problem.by(configs[70] | {"grid": 5, "slices": None}), found[70])
 
 
@@ -62,7 +62,7 @@ def test_portable_in_the_interpreter(dtype, rank, splits):
 @pytest.mark.parametrize(
     "N,K", [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (896, 896), (896, 912), (1001, 48)]
 )
-def test_what_decides_the_bits_depends_on_the_matrix_alone(N, K):
+def test_the_cuts_depend_on_the_matrix_alone(N, K):
     """Not on the tokens, not on the multiprocessors; and no program computes parts of two tiles."""
     cuts = set()
     for M in (*range(1, 130, 3), 128, 129, 500, 1024):
@@ -78,7 +78,7 @@ def test_what_decides_the_bits_depends_on_the_matrix_alone(N, K):
     assert len(cuts) == (2 if K % 32 == 0 and N % 16 == 0 else 1)
 
 
-def test_it_is_an_error_where_it_cannot_be_had():
+def test_batch_invariance_without_a_gpu_is_an_error():
     weight = random_weight(64, 64)
     with pytest.raises(ValueError, match="batch_invariant needs bfloat16 or float16 on a GPU"):
         qerl_nvfp4.linear(torch.randn(2, 64), *weight, batch_invariant=True)

@@ -1,4 +1,4 @@
-"""Candidates and their costs: what is offered can run, and the cheapest known one is chosen."""
+"""Candidates and their costs: each can run, and the cheapest known one is chosen."""
 
 import json
 import math
@@ -118,7 +118,7 @@ def test_the_rows_of_the_adapter_are_those_of_all_shards(h200, monkeypatch):
     for adapter, expected in (((), True), ((32,), True), ((64,), True), ((32, len(splits)), False)):
         assert select.choose(N, K, M, 0, True, *adapter)["tasks"] is expected
     (row,) = refine.near(precompile.Weight(N, K, splits, 32), M, 0)[:1]
-    assert not row["tasks"], "what is shipped comes first"
+    assert not row["tasks"], "the shipped choice comes first"
     (listed,) = ops.selected(N, K, (M,), 0, rank=32, shards=3)
     assert len(ops.selected_text({"qkv": (N, K, 3)}, 0, 32)) == 1
     assert listed.config["tasks"] is False
@@ -127,7 +127,7 @@ def test_the_rows_of_the_adapter_are_those_of_all_shards(h200, monkeypatch):
     monkeypatch.setattr(ops, "product", lambda config, *arguments: seen.append(config))
     monkeypatch.setattr(ops, "use_gluon", lambda index: True)
     precompile._launch_all([precompile.Weight(N, K, splits, 32)], [M], [], torch.bfloat16, 0)
-    assert [config["tasks"] for config in seen] == [False], "what is compiled ahead"
+    assert [config["tasks"] for config in seen] == [False], "compiled ahead"
 
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "every_size_h200.json"
@@ -145,8 +145,8 @@ def shipped(monkeypatch, pretend):
     return ask
 
 
-def test_what_ships_was_timed_to_be_within_two_percent_of_the_fastest(shipped, monkeypatch):
-    """Of the candidates whose variants are kept, for every matrix and number of tokens, where they were timed last."""
+def test_shipped_choices_are_within_two_percent_of_the_fastest(shipped, monkeypatch):
+    """Of the known candidates, for every matrix and number of tokens, where they were timed last."""
     monkeypatch.syspath_prepend(RESULT.parents[1])
     import fit
 
@@ -159,7 +159,7 @@ def test_what_ships_was_timed_to_be_within_two_percent_of_the_fastest(shipped, m
     assert by == {"timed on NVIDIA H200", "table of NVIDIA H200", "cost model"}
 
 
-def test_what_was_timed_holds_for_its_gpu_rows_and_kernels_only(shipped, monkeypatch):
+def test_timings_count_for_their_gpu_rows_and_kernels_only(shipped, monkeypatch):
     entries = json.loads(cost.FACTORS.read_text())["timed"]
     wide = next(e for e in entries if e["config"]["kernel"] == "wide")
     for entry in (entries[0], wide):

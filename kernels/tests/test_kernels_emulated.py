@@ -184,7 +184,7 @@ def test_wgmma(emulated, config, M, N, K, rank, splits):
 
 
 def skinny_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
-    """Configuration, tokens, rows, columns, rows of a tile, and what the rank is a multiple of."""
+    """Configuration, tokens, rows, columns, rows of a tile, and a divisor of the rank."""
     WK, R = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
     BM, grid = rng.choice((8, 16)), rng.randint(1, 12)
     config = SKINNY | {"BM": BM, "WK": WK, "R": R, "late": rng.random() < 0.5, "grid": grid}

@@ -52,10 +52,10 @@ def test_wgmma_falls_back_to_the_portable_kernel_and_says_so_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert multiply(WGMMA) < 5e-3
-    assert tried == ["wgmma", "portable", "portable"], "what was refused is not tried again"
+    assert tried == ["wgmma", "portable", "portable"], "a refused kernel is not tried again"
 
 
-def test_what_one_gpu_refuses_is_tried_on_another():
+def test_a_kernel_refused_on_one_gpu_is_tried_on_another():
     tried = []
 
     def start(index: int) -> None:
@@ -77,7 +77,7 @@ def test_what_one_gpu_refuses_is_tried_on_another():
 
 
 @pytest.mark.parametrize("M,more", [(20, {}), (130, {"BM": 128, "permute": False, "S": 2})], ids=["few", "many"])
-def test_what_neither_kernel_compiles_takes_the_dense_path(monkeypatch, M, more):
+def test_the_dense_path_if_neither_kernel_compiles(monkeypatch, M, more):
     """Above 128 tokens the portable kernel is not tried."""
     errors = {kernel: OutOfResources(200_000, 101_376, "shared memory") for kernel in ("wgmma", "portable")}
     tried = failing(monkeypatch, errors)
@@ -100,7 +100,7 @@ def test_scales_that_the_copy_engine_cannot_read_take_the_portable_kernel(monkey
     assert tried == expected and not fallback.refused
 
 
-def test_what_the_portable_kernel_cannot_read_either_is_dense(monkeypatch):
+def test_the_dense_path_if_the_portable_kernel_cannot_read_the_words(monkeypatch):
     """Words that begin at an odd byte, as a slice along K has them."""
     tried = failing(monkeypatch, {})
     packed, scale, gs = random_weight(96, 544)
@@ -163,7 +163,7 @@ def test_errors_that_are_not_the_compilers_are_raised(monkeypatch, error):
     assert not fallback.refused
 
 
-def test_an_error_inside_the_compiler_is_the_compilers_whatever_its_type():
+def test_any_error_raised_in_the_compiler_counts_as_its_own():
     namespace = {"__name__": "triton.compiler.compiler"}
     exec("def compile(): raise RuntimeError('PassManager::run failed')", namespace)  # as MLIR raises it
     with pytest.raises(RuntimeError) as found:

@@ -80,7 +80,7 @@ def test_wgmma(config):
     run(config, 1, 512, 768, rank=8)
     run(config, BM, 256, 512, rank=12)  # rows of B that the copy engine cannot read
     run(few, 3 * BM + 1, 1280, 512)  # whole tiles for every program, and split ones
-    # K no multiple of 256, nor of 128: the copy engine fills what lies beyond it
+    # K no multiple of 256, nor of 128: the copy engine fills the columns beyond it
     run(config, BM, 1152, 896, per_row=True)
     run(config, BM + 17, 1152, 896, rank=32, splits=(896, 128, 128))
     run(before, 2 * BM + 1, 1024, 1152, rank=32, splits=(512, 512))
@@ -145,19 +145,19 @@ AS_PERMUTED = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "gr
 
 
 @pytest.mark.gluon
-@pytest.mark.parametrize("what", ["x", "out"])
+@pytest.mark.parametrize("odd", ["x", "out"])
 @pytest.mark.parametrize(
     "config", [pytest.param(AS_PERMUTED, marks=pytest.mark.hopper), MMA[0]], ids=lambda config: config["kernel"]
 )
-def test_x_and_y_at_any_address(config, what):
+def test_x_and_y_at_any_address(config, odd):
     """Neither can be copied 16 bytes at a time."""
     M, N, K = 40, 512, 1024
     problem = problem_of(M, N, K)
     x, out = (torch.full((M, size + 3), 7.0, device="cuda", dtype=torch.bfloat16) for size in (K, N))
-    if what == "x":
+    if odd == "x":
         x[:, 3:] = problem.x
         problem.x = x[:, 3:]
-    y = out[:, 3:] if what == "out" else torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
+    y = out[:, 3:] if odd == "out" else torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
     ops.launch(config, problem.x, *problem.weight, problem.bias, *problem.adapter, y)
     assert relative_error(y, problem.exact()) < 4e-3
     assert (out[:, :3] == 7).all()
@@ -332,9 +332,7 @@ def test_cuda_graph_sees_new_data_and_new_adapters(M):
 @pytest.mark.hopper
 @pytest.mark.parametrize("M", [64, 128])
 def test_other_processes_on_the_gpu_change_no_bit(M):
-    """The GPU goes from process to process in the middle of a launch, and back. Every launch has other tokens: what is
-    stale must be seen.
-    """
+    """The GPU switches between processes in the middle of a launch. New tokens in every launch show stale values."""
     other = "import torch\nx = torch.randn(8192, 8192, device='cuda')\nprint('runs', flush=True)\nwhile True:\n"
     other += "    x @ x\n    torch.cuda.synchronize()"
     N, K, rank = 3584, 18944, 32

@@ -166,7 +166,7 @@ def test_a_product_asks_with_the_rank_and_the_shards_of_its_adapter(hopper, monk
     assert [arguments[-2:] for arguments in asked] == [(0, 1), (24, 1), (24, 2)]
 
 
-def test_what_will_be_launched_is_compiled_ahead(hopper):
+def test_measured_configurations_are_compiled_ahead(hopper):
     keep(entry(40), entry(48, rank=0))
     found = precompile._tokens_of(Weight(N, K, (N,), RANK), 0, True)
     assert {33, 40, 41} <= set(found) and set(precompile.TOKENS) <= set(found)
@@ -238,7 +238,7 @@ def test_a_configuration_that_waits_forever_or_leaves_tokens_out_is_refused(hopp
     assert "cannot be launched" in refused("is ignored")
 
 
-def test_measurements_of_other_kernels_are_not_used_and_that_is_said(hopper, monkeypatch):
+def test_measurements_of_other_kernels_are_ignored_with_a_warning(hopper, monkeypatch):
     keep(entry())
     monkeypatch.setattr(measured, "source_digest", lambda: "0123")
     assert "other kernels or another Triton" in refused("qerl-trl tune")
@@ -250,7 +250,7 @@ def test_measurements_of_other_kernels_are_not_used_and_that_is_said(hopper, mon
 @pytest.fixture
 def clock(monkeypatch):
     """clock["price"](config) -> microseconds, in the place of a GPU's; the products themselves are computed."""
-    state = {"price": lambda config: 10.0, "timed": []}
+    state = {"price": lambda config: 10.0}
     call = tune.Matrix.call
 
     def tagged(self, config, x, out, adapter):
@@ -258,13 +258,9 @@ def clock(monkeypatch):
         made.config = config
         return made
 
-    def times_us(calls, *_):
-        state["timed"] += [c.config for c in calls]
-        return [state["price"](c.config) for c in calls]
-
     monkeypatch.setattr(tune.Matrix, "call", tagged)
-    monkeypatch.setattr(tune, "time_us", lambda call, *_: times_us([call])[0])
-    monkeypatch.setattr(tune, "times_us", times_us)
+    monkeypatch.setattr(tune, "time_us", lambda call, *_: state["price"](call.config))
+    monkeypatch.setattr(tune, "times_us", lambda calls, *_: [state["price"](call.config) for call in calls])
     return state
 
 
@@ -274,8 +270,8 @@ WEIGHT = Weight(96, 512, (64, 32), RANK)
 PRICES = {repr(SHIPPED): 10.0, repr(FAST): 7.0, repr(DENSE): 12.0}
 
 
-def measure(candidates, M=24, seconds=60.0, weight=WEIGHT):
-    return refine.measure(weight, {M: candidates}, 1, time.time() + seconds, "cpu")
+def measure(candidates, seconds=60.0):
+    return refine.measure(WEIGHT, {24: candidates}, 1, time.time() + seconds, "cpu")
 
 
 @pytest.fixture
@@ -294,7 +290,7 @@ def test_the_fastest_is_chosen(ada):
 
 
 @interpreted
-def test_what_is_shipped_stays_where_nothing_is_faster_by_more_than_noise(ada):
+def test_the_shipped_choice_stays_if_nothing_is_clearly_faster(ada):
     ada["price"] = lambda config: 9.95 if config == FAST else 10.0
     found = measure([SHIPPED, FAST, DENSE])
     assert found.entries[0]["config"] == SHIPPED and not found.faster()
@@ -306,7 +302,7 @@ def test_what_is_shipped_stays_where_nothing_is_faster_by_more_than_noise(ada):
     [("wrong", 0, "WRONG"), ("wrong", 1, "WRONG"), ("unwritten", 0, ""), ("raises", 0, "out of resources")],
     ids=["wrong", "wrong after it was timed", "an element that nobody wrote", "fails"],
 )
-def test_a_candidate_that_is_wrong_or_fails_is_never_chosen_however_fast(ada, monkeypatch, capsys, fault, after, said):
+def test_a_wrong_or_failing_candidate_is_never_chosen(ada, monkeypatch, capsys, fault, after, said):
     product, init, calls, unseen = ops.product, tune.Matrix.__init__, [], []
 
     def few_rows(self, *arguments):
@@ -334,7 +330,7 @@ def test_a_candidate_that_is_wrong_or_fails_is_never_chosen_however_fast(ada, mo
 
 
 @interpreted
-def test_what_time_leaves_undone_is_told(ada):
+def test_unmeasured_tokens_are_listed(ada):
     found = measure([SHIPPED], seconds=-1.0)
     assert (found.entries, found.unmeasured) == ([], [24]) and "1 not measured, what is shipped stays" in found.text()
 
@@ -395,7 +391,7 @@ def test_the_selected_kernel_is_tried_with_x_in_its_natural_order(gpu, M, tried)
 
 @interpreted
 def test_a_model_is_measured_kept_and_used(gpu, clock, monkeypatch):
-    gpu("a B200", 148, (10, 0))  # whose candidates the interpreter runs
+    gpu("a B200", 148, (10, 0))  # the interpreter runs its candidates
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
     compiled = []
     monkeypatch.setattr(refine, "compile_launches", lambda launch_all, tell: compiled.append(launch_all))
@@ -413,7 +409,7 @@ def test_a_model_is_measured_kept_and_used(gpu, clock, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured(cache):
-    """The real clock, and what is chosen computes the right product through the front door."""
+    """The real clock, and the chosen kernel computes the right product."""
     import qerl_nvfp4
 
     n, k, splits = 1024, 2048, (512, 512)
@@ -426,7 +422,7 @@ def test_a_gpu_is_measured(cache):
         assert relative_error(problem.linear(), problem.exact()) < tune.TOLERANCE
 
 
-def test_what_cannot_be_measured_is_refused(monkeypatch, hopper):
+def test_impossible_requests_are_refused(monkeypatch, hopper):
     with pytest.raises(ValueError, match=r"tokens \[12\].*multiples of 8"):
         refine.refine([WEIGHT], (8, 12))
     with pytest.raises(ValueError, match="multiples of 8"):

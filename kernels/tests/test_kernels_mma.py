@@ -1,4 +1,4 @@
-"""The kernel for Ampere, Ada and GeForce Blackwell: its machine code, without a GPU, and what is selected there.
+"""The kernel for Ampere, Ada and GeForce Blackwell: its machine code, without a GPU, and its selection.
 
 Its results: test_kernels_emulated.py, and test_kernels_gpu.py on any GPU.
 """

@@ -168,7 +168,7 @@ def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch, h
     ops._gluon_lacks.cache_clear()
 
 
-def test_scratch_memory_outlives_inference_mode_and_what_is_kept_stays_small():
+def test_scratch_memory_outlives_inference_mode_and_stays_small():
     device, before = torch.device("cpu"), len(launch._captured)
     with torch.inference_mode():
         launch.scratch(device, "a test", 100, torch.float32)
@@ -240,7 +240,7 @@ def test_the_cost_model_is_that_of_the_committed_measurement(page):
     assert halved == pytest.approx(2 * before + 1), "the fastest is that of all candidates"
 
 
-def test_the_page_shows_what_is_expected_of_cards_that_were_not_measured(page):
+def test_the_page_shows_expectations_of_cards_that_were_not_measured(page):
     import expected
 
     assert expected.text("7B") in page

@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 class FakeDriver:
-    """An H200 whose kernels do nothing when they are launched."""
+    """An H200 on which launches do nothing."""
 
     def __init__(self) -> None:
         self.launched: list[str] = []

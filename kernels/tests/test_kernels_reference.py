@@ -1,4 +1,4 @@
-"""The plain PyTorch path: values of the format, shapes, errors, what describe() says, torch.library registration."""
+"""The plain PyTorch path: values of the format, shapes, errors, torch.library registration."""
 
 import pytest
 import torch

@@ -37,7 +37,7 @@ def hot_loop(code: list[tuple[int, str, str]], matrix: str, count: int = 0) -> l
         if op.startswith("BRA") and target and int(target.group(1), 16) < address:
             body = [o for a, o, _ in code if int(target.group(1), 16) <= a <= address]
             found = sum(o.startswith(matrix) for o in body)
-            # what spans an EXIT is a wait's way back from the end of the code, not a loop
+            # a range with an EXIT is a wait's way back from the end of the code, not a loop
             if "EXIT" not in body and (found == count if count else found >= 8):
                 bodies.append(body)
     assert bodies, f"no loop with {matrix} instructions"
@@ -193,7 +193,7 @@ def test_wgmma(BM, P, S, permute, rank, spills):
 
 
 def wide(BM: int, P: int, rank: int, natural: bool = False, tasks: bool = True):
-    """hopper_wide.wide_kernel, with x A^T beside the product or before it, compiled."""
+    """hopper_wide.wide_kernel, compiled, with x A^T in tasks or before the product."""
     from qerl_nvfp4 import cost, hopper_wide
     from qerl_nvfp4 import hopper_wgmma as hopper
 

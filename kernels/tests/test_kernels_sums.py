@@ -36,7 +36,7 @@ def test_sums_of_words(lanes, device, small_pieces):
     assert [a != b for a, b in zip(changed, expected, strict=True)] == [number == 5 for number in range(len(tensors))]
 
 
-def test_what_cannot_be_read_in_words():
+def test_tensors_that_cannot_be_read_in_words():
     for tensor in (torch.zeros(8, 8)[:, :4], torch.zeros(3), torch.zeros(9)[1:]):
         assert sums.words_of(tensor) is None
     assert sums.words_of(torch.zeros(10)[2:])[1] == 4 and sums.words_of(torch.zeros(0)) == (0, 0)
@@ -45,7 +45,7 @@ def test_what_cannot_be_read_in_words():
 @on_each
 @pytest.mark.parametrize("source", sums.EXPONENT, ids=str)
 @pytest.mark.parametrize("target", sums.EXPONENT, ids=str)
-def test_sums_of_what_is_rounded(source, target, device, small_pieces):
+def test_sums_of_rounded_values(source, target, device, small_pieces):
     torch.manual_seed(0)
     sizes = (1, 33, 1200, 0, 2500)
     tensors = [(torch.randn(size) * 10 ** torch.empty(size).uniform_(-9, 4)).to(source).to(device) for size in sizes]
