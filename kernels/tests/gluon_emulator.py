@@ -584,24 +584,15 @@ def _jit(fn=None, **_):
     return fn if fn is not None else _jit
 
 
+OWN = (
+    constexpr, load, store, atomic_add, where, inline_asm_elementwise, allocate_shared_memory, warp_specialize,
+    program_id, static_assert,
+)  # fmt: skip
+TYPES = {"float32": "f32", "bfloat16": "bf16", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8"}
 gl = _Language(
-    float32="f32",
-    bfloat16="bf16",
-    int16="i16",
-    int32="i32",
-    int64="i64",
-    uint8="u8",
-    constexpr=constexpr,
-    load=load,
-    store=store,
-    atomic_add=atomic_add,
-    where=where,
-    inline_asm_elementwise=inline_asm_elementwise,
-    allocate_shared_memory=allocate_shared_memory,
-    warp_specialize=warp_specialize,
+    **TYPES,
+    **{function.__name__: function for function in OWN},
     static_range=range,
-    static_assert=static_assert,
-    program_id=program_id,
     num_programs=lambda axis: Tensor(np.int32(machine.grid[axis]), "i32"),
     arange=lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32), "i32"),
     zeros=lambda shape, kind, layout=None: Tensor(np.zeros([int(s) for s in shape], NUMPY[kind]), kind),
