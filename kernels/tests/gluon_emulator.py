@@ -1,4 +1,4 @@
-"""Our Gluon kernels on a CPU, executed from their source: what numbers they compute, and who waits for whom.
+"""Our Gluon kernels on a CPU, executed from their source: their results, and who waits for whom.
 
 A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is
 drawn by lot. Bulk copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows,
@@ -13,6 +13,7 @@ partition.
 import ast
 import builtins
 import ctypes
+import functools
 import importlib
 import inspect
 import random
@@ -44,11 +45,7 @@ class Tensor:
     """A block of values, or of addresses of values (`to` is their kind); bfloat16 as its bits."""
 
     def __init__(self, a, kind: str, to: str | None = None) -> None:
-        self.value, self.kind, self.to_kind = np.asarray(a), kind, to
-
-    @property
-    def a(self) -> np.ndarray:
-        return self.value
+        self.a, self.kind, self.to_kind = np.asarray(a), kind, to
 
     shape = property(lambda self: self.a.shape)
     type = property(lambda self: SimpleNamespace(layout=None))
@@ -56,25 +53,15 @@ class Tensor:
 
     def _with(self, other, compute, kind: str | None = None):
         if self.to_kind:
-            assert compute in ("add", "sub")
             step = array(other, "i64").astype(np.int64) * (BITS[self.to_kind] // 8)
-            return Tensor(self.a + step if compute == "add" else self.a - step, "i64", self.to_kind)
-        if isinstance(other, Tensor) and other.to_kind:
-            return other._with(self, compute)
+            assert compute in (np.add, np.subtract), "of addresses only these"
+            return Tensor(compute(self.a, step), "i64", self.to_kind)
         assert self.kind != "bf16", "bfloat16 is converted before it is computed with"
         b = array(other, self.kind)
         common = self.kind if not isinstance(other, Tensor) else max(self.kind, other.kind, key=list(NUMPY).index)
         a = self.a.astype(NUMPY[common])
         with np.errstate(all="ignore"):
             return Tensor(compute(a, b.astype(NUMPY[common])), kind or common)
-
-    def __add__(self, o):
-        return self._with(o, "add" if self.to_kind or getattr(o, "to_kind", None) else np.add)
-
-    __radd__ = __add__
-
-    def __sub__(self, o):
-        return self._with(o, "sub" if self.to_kind else np.subtract)
 
     __hash__ = None
 
@@ -112,6 +99,7 @@ class Tensor:
 
 
 for _name, _compute in {
+    "add": np.add, "radd": np.add, "sub": np.subtract,
     "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift, "rmul": np.multiply,
     "rand": np.bitwise_and, "rsub": lambda a, b: b - a, "rfloordiv": lambda a, b: b // a, "rmod": lambda a, b: b % a,
@@ -127,9 +115,9 @@ class Pending(Tensor):
     """The result of a wgmma that was not waited for."""
 
     def __init__(self, shape) -> None:
-        self.value, self.kind, self.to_kind, self._shape = None, "f32", None, shape
+        self.value, self.kind, self.to_kind, self.made = None, "f32", None, shape
 
-    shape = property(lambda self: self._shape)
+    shape = property(lambda self: self.made)
 
     @property
     def a(self) -> np.ndarray:
@@ -207,14 +195,14 @@ class Task(threading.Thread):
                 self.fn(*self.args)
         except ptx.Exit:
             pass
-        except BaseException as error:  # told by the machine
+        except BaseException as error:  # raised by the machine
             machine.failed = machine.failed or error
         self.done = True
         machine.back.release()
 
 
 class Machine:
-    """Runs launches; also what inline assembly takes for memory."""
+    """Runs launches; also the memory of inline assembly."""
 
     def launch(
         self, fn, grid: tuple[int, ...], arguments: dict, seed: int, resident: int, later: list[torch.Tensor]
@@ -224,45 +212,35 @@ class Machine:
         self.copies: list = []  # bulk copies on their way
         self.kept: list = []  # shared memory: its addresses are names
         self.made, self.awaited = set(), set()  # groups of barriers, by the order in which a program makes them
-        self.memory, tensors = [], [a for a in arguments.values() if isinstance(a, torch.Tensor)]
-        tensors += [a.base for a in arguments.values() if hasattr(a, "base")]
-        for t in tensors:
-            storage = t.untyped_storage()
-            start, size = storage.data_ptr(), storage.nbytes()
-            if size and not any(start == known for known, *_ in self.memory):
-                self.memory.append((start, size, np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)))
+        self.memory: dict[int, np.ndarray] = {}  # by address, in bytes
+        for a in arguments.values():
+            storage = getattr(a, "base", a).untyped_storage() if hasattr(a, "base") or torch.is_tensor(a) else None
+            if storage is not None and storage.nbytes():
+                raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+                self.memory[storage.data_ptr()] = np.frombuffer(raw, np.uint8)
         self.before = [(t, t.clone()) for t in later]  # the kernel before this one has not written it yet
         for t in later:
             t.view(torch.uint8).fill_(0xFF)
         kept = {name: self._argument(fn, name, a) for name, a in arguments.items()}
-        waiting, tasks = list(range(int(np.prod(grid)))), []
-        self.grid = grid
+        waiting, self.tasks, self.grid = list(range(int(np.prod(grid)))), [], grid
         steps, patience = 0, self.lot.randrange(20, 600)  # who does not wait has time to do harm
         while True:
-            running = {t.program.pid for t in tasks}
+            running = {t.program.pid for t in self.tasks}
             while waiting and len(running) < resident:
-                pid = waiting.pop(0)
-                program = SimpleNamespace(pid=pid)
-                task = Task(fn, (), program)
-                task.fn = lambda: fn(**kept)
-                tasks.append(task)
-                task.start()
-                running.add(pid)
-            self.tasks = tasks
-            able = [t for t in tasks if t.ready()]
-            events = (["copy"] if self.copies else []) + (
-                ["before"] if self.before and (steps > patience or not (able or self.copies)) else []
-            )
+                running.add(waiting[0])
+                self.spawn(lambda: fn(**kept), (), SimpleNamespace(pid=waiting.pop(0)))
+            able = [t for t in self.tasks if t.ready()]
+            events = ["copy"] if self.copies else []
+            if self.before and (steps > patience or not (able or self.copies)):
+                events.append("before")
             if not able and not events:
-                if not tasks and not waiting:
+                if not self.tasks and not waiting:
                     break
-                self._stop()
-                raise Deadlock(f"{len(tasks)} partitions wait, {len(waiting)} programs have not started")
+                self._stop(Deadlock(f"{len(self.tasks)} partitions wait, {len(waiting)} programs have not started"))
             choice = self.lot.choice(able + events * max(1, len(able) // 4))
             steps += 1
             if steps > 400_000:
-                self._stop()
-                raise Deadlock("no end")
+                self._stop(Deadlock("no end"))
             if choice == "copy":
                 self.copies.pop(self.lot.randrange(len(self.copies)))()
             elif choice == "before":
@@ -272,12 +250,11 @@ class Machine:
                 choice.turn.release()
                 self.back.acquire()
                 if self.failed:
-                    self._stop()
-                    raise self.failed
+                    self._stop(self.failed)
                 if choice.done:
                     for store in choice.stores:
                         store()
-                    tasks.remove(choice)
+                    self.tasks.remove(choice)
         assert self.made == self.awaited, "barriers that nobody waits for: Triton gives their memory to something else"
         assert not self.before, "the launch ended before the one before it, which nobody waited for"
 
@@ -286,10 +263,11 @@ class Machine:
             t.copy_(original)
         self.before = []
 
-    def _stop(self) -> None:
+    def _stop(self, error: BaseException) -> None:
         self.dead = True
         for task in self.tasks:
             task.turn.release()
+        raise error
 
     def _argument(self, fn, name, a):
         if isinstance(a, torch.Tensor):
@@ -305,19 +283,18 @@ class Machine:
         if ready is None:
             if self.lot.random() < 0.6:
                 return
-            ready = lambda: True  # noqa: E731
         elif ready() and self.lot.random() < 0.3:
             return
         task = self.current
-        task.ready = ready
+        task.ready = ready or (lambda: True)
         self.back.release()
         task.turn.acquire()
         if self.dead:
             raise ptx.Exit
         task.ready = lambda: True
 
-    def spawn(self, fn, args) -> None:
-        task = Task(fn, args, self.current.program)
+    def spawn(self, fn, args, program=None) -> None:
+        task = Task(fn, args, program or self.current.program)
         self.tasks.append(task)
         task.start()
 
@@ -326,9 +303,12 @@ class Machine:
     def view(self, address: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """The storage as unsigned integers of `size` bytes, and where in it."""
         address = np.asarray(address).astype(np.int64)
-        for start, length, data in self.memory:
+        for start, data in self.memory.items():
+            length = len(data)
             if start <= address.min() and address.max() + size <= start + length:
-                assert not ((address - start) % size).any(), "an address that is not a multiple of what is read"
+                assert not ((address - start) % size).any(), (
+                    "an address that is not a multiple of the size that is read"
+                )
                 return data[: length // size * size].view(f"u{size}"), (address - start) // size
         raise IndexError("an address outside of every tensor of the launch")
 
@@ -356,14 +336,19 @@ def constexpr(value):
     return value
 
 
+def _where_on(ptr, mask, *others) -> tuple[tuple, np.ndarray]:
+    """The shape, and where the mask is on."""
+    mask = np.bool_(True) if mask is None else array(mask, "i1")
+    shape = np.broadcast_shapes(ptr.shape, mask.shape, *others)
+    return shape, np.broadcast_to(mask, shape)
+
+
 def load(ptr, mask=None, other=0, **_):
     size = BITS[ptr.to_kind] // 8
-    shape = np.broadcast_shapes(ptr.shape, array(mask, "i1").shape) if mask is not None else ptr.shape
-    address = np.broadcast_to(ptr.a, shape)
-    on = np.broadcast_to(array(mask, "i1"), shape) if mask is not None else np.ones(shape, bool)
+    shape, on = _where_on(ptr, mask)
     out = np.zeros(shape, f"u{size}")
     if on.any():
-        out[on] = machine.load(address[on], size)
+        out[on] = machine.load(np.broadcast_to(ptr.a, shape)[on], size)
     out = out.view(NUMPY[ptr.to_kind])
     if other:
         out[~on] = other
@@ -373,10 +358,8 @@ def load(ptr, mask=None, other=0, **_):
 
 def store(ptr, value, mask=None):
     size, kind = BITS[ptr.to_kind] // 8, ptr.to_kind
-    value = value if isinstance(value, Tensor) else Tensor(np.asarray(value, NUMPY[kind]), kind)
-    value = value.to(kind)
-    shape = np.broadcast_shapes(ptr.shape, value.shape)
-    on = np.broadcast_to(array(mask, "i1"), shape) if mask is not None else np.ones(shape, bool)
+    value = value.to(kind) if isinstance(value, Tensor) else Tensor(np.asarray(value, NUMPY[kind]), kind)
+    shape, on = _where_on(ptr, mask, value.shape)
     if on.any():
         data, at = machine.view(np.broadcast_to(ptr.a, shape)[on], size)
         data[at] = np.ascontiguousarray(np.broadcast_to(value.a, shape)[on]).view(f"u{size}")
@@ -402,7 +385,7 @@ def _neighbours(args: list[np.ndarray], pack: int) -> int:
                 groups = np.moveaxis(a, axis, -1).reshape(-1, pack).astype(np.int64)
                 if (np.diff(groups, axis=1) == (4 if a.dtype == np.int64 else 1)).all():
                     return axis
-    raise AssertionError("no neighbours in what an instruction of several values takes")
+    raise AssertionError("no neighbours among the operands of an instruction of several values")
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
@@ -428,17 +411,13 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     found = ptx.run(asm, len(wanted), inputs, machine)
     outs = []
     for n, kind in enumerate(kinds):
-        width = BITS[kind]
+        word = f"u{BITS[kind] // 8}"
         if pack == 1:
-            flat = found[n].astype(f"u{width // 8}").view(NUMPY[kind])
-            outs.append(Tensor(flat.reshape(shape), kind))
+            outs.append(Tensor(found[n].astype(word).view(NUMPY[kind]).reshape(shape), kind))
             continue
-        each = max(1, 32 // width)
-        count = pack // each
-        parts = [
-            (found[n * count + i // each] >> np.uint64(width * (i % each))).astype(f"u{width // 8}")
-            for i in range(pack)
-        ]
+        each = max(1, 32 // BITS[kind])
+        registers = found[n * (pack // each) : (n + 1) * (pack // each)]
+        parts = [(r >> np.uint64(BITS[kind] * j)).astype(word) for r in registers for j in range(each)]
         moved = [s for i, s in enumerate(shape) if i != axis]
         whole = np.stack(parts, -1).view(NUMPY[kind]).reshape([*moved, shape[axis]])
         outs.append(Tensor(np.moveaxis(whole, -1, axis), kind))
@@ -446,10 +425,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 
 
 def allocate_shared_memory(kind, shape, layout):
-    data = np.full([int(s) for s in shape], -1 if kind != "f32" else np.nan).astype(
-        NUMPY[kind] if kind != "bf16" else np.int16
-    )
-    data = data.view(np.uint16) if kind == "bf16" else data
+    size = [int(s) for s in shape]
+    data = np.full(size, np.nan, np.float32) if kind == "f32" else np.full(size, -1).astype(NUMPY[kind])
     machine.kept.append(data)
     if kind == "i64":  # barriers
         made = machine.current.program.__dict__.setdefault("barriers", [])
@@ -473,8 +450,7 @@ def _product(a, b, acc):
 
 
 def warpgroup_mma(a, b, acc, is_async=False):
-    left = Tensor(a.a, a.kind)
-    made = Pending(acc.shape)
+    left, made = Tensor(a.a, a.kind), Pending(acc.shape)
 
     def compute() -> None:
         made.value = _product(left, b, acc.a)
@@ -533,11 +509,10 @@ def store_wait(left):
 class async_copy:
     """`cp.async`: a copy arrives at any time until its group is waited for."""
 
-    @staticmethod
     def copy(target, ptr):
         assert target.data.shape == ptr.shape
         address, size = ptr.a, BITS[ptr.to_kind] // 8
-        target.data[...] = 0x7FC0 if target.kind == "bf16" else -1  # what was there is lost from now on
+        target.data[...] = 0x7FC0 if target.kind == "bf16" else -1  # the old value is lost from now on
 
         def arrive() -> None:
             target.data[...] = machine.load(address, size).view(target.data.dtype)
@@ -545,109 +520,96 @@ class async_copy:
         machine.current.group.append(arrive)
         machine.pause()
 
-    @staticmethod
     def commit_group():
         machine.current.groups.append(machine.current.group)
         machine.current.group = []
         if machine.lot.random() < 0.3:
             async_copy.wait_group(len(machine.current.groups) - 1)
 
-    @staticmethod
     def wait_group(left):
         machine.pause()
-        groups = machine.current.groups
-        while len(groups) > left:
-            for arrive in groups.pop(0):
+        while len(machine.current.groups) > left:
+            for arrive in machine.current.groups.pop(0):
                 arrive()
 
 
 class mbarrier:
-    MBarrierLayout = staticmethod(lambda: None)
+    def MBarrierLayout():
+        return None
 
-    @staticmethod
     def init(bar, count):
         machine.barriers[bar.key] = Barrier(int(count))
 
-    @staticmethod
     def wait(bar, phase):
         barrier, phase = machine.barriers[bar.key], int(phase)
         made = machine.current.program.barriers
         machine.awaited |= {i for i, (start, end) in enumerate(made) if start <= bar.key < end}
         machine.pause(lambda: barrier.phase != phase)
 
-    @staticmethod
     def arrive(bar, pred=True, count=1):
         if bool(pred):
             machine.barriers[bar.key].left -= count
             machine.barriers[bar.key].settle()
         machine.pause()
 
-    @staticmethod
     def expect(bar, size, pred=True):
-        barrier = machine.barriers[bar.key]
-        barrier.bytes += int(size)
-        barrier.left -= 1
-        barrier.settle()
-        machine.pause()
+        machine.barriers[bar.key].bytes += int(size)
+        mbarrier.arrive(bar)
 
 
 def gdc_wait():
     machine.pause(lambda: not machine.before)
 
 
-def _split(x):
-    return Tensor(x.a[..., 0], x.kind, x.to_kind), Tensor(x.a[..., 1], x.kind, x.to_kind)
+def program_id(axis):
+    return Tensor(np.int32(np.unravel_index(machine.current.program.pid, machine.grid[::-1])[-1 - axis]), "i32")
 
 
-class _Language:
+def static_assert(condition, message=""):
+    assert condition, message
+
+
+class _Language(SimpleNamespace):
     """`gl` and `tl`; layouts are Triton's own, which the kernels ask for their sizes."""
 
-    constexpr = staticmethod(constexpr)
-    float32, bfloat16, int16, int32, int64, uint8 = "f32", "bf16", "i16", "i32", "i64", "u8"
-    load, store, atomic_add, where = map(staticmethod, (load, store, atomic_add, where))
-    inline_asm_elementwise = staticmethod(inline_asm_elementwise)
-    allocate_shared_memory = staticmethod(allocate_shared_memory)
-    warp_specialize = staticmethod(warp_specialize)
-    split = staticmethod(_split)
-    static_range = staticmethod(range)
-    program_id = staticmethod(
-        lambda axis: Tensor(
-            np.int32(np.unravel_index(machine.current.program.pid, machine.grid[::-1])[-1 - axis]), "i32"
-        )
-    )
-    num_programs = staticmethod(lambda axis: Tensor(np.int32(machine.grid[axis]), "i32"))
-    arange = staticmethod(lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32), "i32"))
-    zeros = staticmethod(lambda shape, kind, layout=None: Tensor(np.zeros([int(s) for s in shape], NUMPY[kind]), kind))
-    zeros_like = staticmethod(lambda x: Tensor(np.zeros_like(x.a), x.kind))
-    minimum = staticmethod(lambda a, b: where(a < b, a, b) if isinstance(a, Tensor) else where(b < a, b, a))
-    maximum = staticmethod(lambda a, b: where(a > b, a, b) if isinstance(a, Tensor) else where(b > a, b, a))
-    sum = staticmethod(lambda x, axis: Tensor(x.a.sum(axis, dtype=np.float32), "f32"))
-    join = staticmethod(lambda a, b: Tensor(np.stack([a.a, b.a], -1), a.kind, a.to_kind))
-    convert_layout = staticmethod(lambda x, layout=None, assert_trivial=False: x)
-    div_rn = staticmethod(lambda a, b: Tensor(a.a / b.a, "f32"))
-    dot = staticmethod(lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"))
-    trans = staticmethod(lambda x: x.T)
-    cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
-    debug_barrier = staticmethod(lambda: machine.pause())
-    broadcast_to = staticmethod(lambda x, shape: Tensor(np.broadcast_to(x.a, shape), x.kind))
-
-    @staticmethod
-    def static_assert(condition, message=""):
-        assert condition, message
-
     def __getattr__(self, name):
-        if name.endswith("Layout"):
-            from triton.experimental.gluon import language
+        if not name.endswith("Layout"):
+            raise AttributeError(name)
+        from triton.experimental.gluon import language
 
-            return getattr(language, name)
-        raise AttributeError(name)
+        return getattr(language, name)
 
 
 def _jit(fn=None, **_):
     return fn if fn is not None else _jit
 
 
-gl = _Language()
+OWN = (
+    constexpr, load, store, atomic_add, where, inline_asm_elementwise, allocate_shared_memory, warp_specialize,
+    program_id, static_assert,
+)  # fmt: skip
+TYPES = {"float32": "f32", "bfloat16": "bf16", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8"}
+gl = _Language(
+    **TYPES,
+    **{function.__name__: function for function in OWN},
+    static_range=range,
+    num_programs=lambda axis: Tensor(np.int32(machine.grid[axis]), "i32"),
+    arange=lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32), "i32"),
+    zeros=lambda shape, kind, layout=None: Tensor(np.zeros([int(s) for s in shape], NUMPY[kind]), kind),
+    zeros_like=lambda x: Tensor(np.zeros_like(x.a), x.kind),
+    minimum=lambda a, b: where(a < b, a, b) if isinstance(a, Tensor) else where(b < a, b, a),
+    maximum=lambda a, b: where(a > b, a, b) if isinstance(a, Tensor) else where(b > a, b, a),
+    sum=lambda x, axis: Tensor(x.a.sum(axis, dtype=np.float32), "f32"),
+    join=lambda a, b: Tensor(np.stack([a.a, b.a], -1), a.kind, a.to_kind),
+    split=lambda x: tuple(Tensor(x.a[..., i], x.kind, x.to_kind) for i in (0, 1)),
+    convert_layout=lambda x, layout=None, assert_trivial=False: x,
+    div_rn=lambda a, b: Tensor(a.a / b.a, "f32"),
+    dot=lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"),
+    trans=lambda x: x.T,
+    cdiv=lambda a, b: (a + b - 1) // b,
+    debug_barrier=lambda: machine.pause(),
+    broadcast_to=lambda x, shape: Tensor(np.broadcast_to(x.a, shape), x.kind),
+)
 FAKES = {
     "gluon": SimpleNamespace(jit=_jit, constexpr_function=lambda f: f), "triton": SimpleNamespace(jit=_jit), "gl": gl,
     "tl": gl, "mbarrier": mbarrier, "async_copy": async_copy, "copy_to_shared": async_copy.copy,
@@ -658,6 +620,8 @@ FAKES = {
 }  # fmt: skip
 
 
+#: multiprocessors of the emulated GPU
+SMS = 5
 #: files without a kernel
 PLAIN = ("cost",)
 
@@ -672,23 +636,28 @@ class Source:
         if name not in self.files:
             tree = ast.parse((self.folder / f"{name}.py").read_text())
             scope = self.files[name] = {"__name__": f"emulated.{name}"}
-            for node in [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]:
+            imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+            for node in imports:
                 for alias in node.names:
                     known = alias.asname or alias.name
                     if known in FAKES:
                         scope[known] = FAKES[known]
-                    elif isinstance(node, ast.ImportFrom) and node.level and node.module in PLAIN:
-                        scope[known] = getattr(importlib.import_module(f"qerl_nvfp4.{node.module}"), alias.name)
-                    elif isinstance(node, ast.ImportFrom) and node.level:
-                        scope[known] = self[node.module][alias.name]
-                    else:
+                    elif not (isinstance(node, ast.ImportFrom) and node.level):
                         scope[known] = __import__(alias.name)
-            tree.body = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
+                    elif node.module in PLAIN:
+                        scope[known] = getattr(importlib.import_module(f"qerl_nvfp4.{node.module}"), alias.name)
+                    else:
+                        scope[known] = self[node.module][alias.name]
+            tree.body = [n for n in tree.body if n not in imports]
             exec(compile(tree, str(self.folder / f"{name}.py"), "exec"), scope)
         return self.files[name]
 
     def kernel(self, name: str):
-        for file in ("hopper", "hopper_wgmma", "hopper_wide", "ampere", "portable", "elementwise"):
-            if name in self[file]:
-                return self[file][name]
-        raise KeyError(name)
+        files = ("hopper", "hopper_wgmma", "hopper_wide", "ampere", "portable", "elementwise")
+        return next(self[file][name] for file in files if name in self[file])
+
+
+@functools.cache
+def source() -> Source:
+    """Of the package that is imported."""
+    return Source(Path(importlib.import_module("qerl_nvfp4").__file__).parent)

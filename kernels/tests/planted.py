@@ -1,4 +1,4 @@
-"""Defects planted in copies of the kernels, and which CPU tests find them. Not part of the tests: some minutes.
+"""Defects planted in copies of the kernels, and the CPU tests that find them. Not part of the tests: some minutes.
 
 python kernels/tests/planted.py                 # results into results/planted.json, the table into HOW_IT_WORKS.md
 python kernels/tests/planted.py --only bias     # defects with a word in their name or file; nothing is written
@@ -23,7 +23,7 @@ KERNELS = HERE.parent
 RESULT = KERNELS / "benchmarks" / "results" / "planted.json"
 PAGE = KERNELS / "HOW_IT_WORKS.md"
 BEGIN, END = "<!-- planted: written by tests/planted.py -->\n", "<!-- end of planted -->\n"
-#: the quick tests of what kernels compute; compilation and whole products in Triton's interpreter take minutes
+#: the quick tests of the kernels' results; compilation and whole products in Triton's interpreter take minutes
 TESTS = (
     "test_kernels_emulated.py",
     "test_kernels_interpreter.py::test_the_backward_product_goes_through_the_dequantized_weight",
@@ -37,8 +37,6 @@ FIRST = {
     "launch": "test_skinny",
 }  # by file, the test that finds its defects soonest
 LIMIT_S = 900
-
-
 CONTROL = {"defect": "none", "file": "launch.py", "old": "import math", "new": "import math"}
 
 
@@ -51,13 +49,10 @@ class First:
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed and self.test is None:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.test, self.how = (
-                report.nodeid.rsplit("/", 1)[-1],
-                (crash.message if crash else str(report.longrepr)).splitlines()[0][:120],
-            )
+            self.test = report.nodeid.rsplit("/", 1)[-1]
+            self.how = (crash.message if crash else str(report.longrepr)).splitlines()[0][:120]
 
-    def pytest_collectreport(self, report) -> None:
-        self.pytest_runtest_logreport(report)
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def run_tests(package_folder: str, answer: Path, soonest: str | None) -> None:
@@ -86,7 +81,7 @@ def findings(defect: dict[str, Any]) -> dict[str, Any]:
         path = package / defect["file"]
         text = path.read_text()
         if text.count(defect["old"]) != 1:
-            raise SystemExit(f"{defect['defect']}: what it replaces is not in {path.name} once. Mend {RESULT.name}.")
+            raise SystemExit(f"{defect['defect']}: `old` is not in {path.name} once. Mend {RESULT.name}.")
         path.write_text(text.replace(defect["old"], defect["new"]))
         answer, begin = Path(folder) / "answer.json", time.time()
         child = os.fork()  # which has imported everything but our package

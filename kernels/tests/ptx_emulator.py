@@ -13,14 +13,6 @@ from collections.abc import Callable
 import numpy as np
 
 Bits = np.ndarray  # uint64, one per thread
-COMPARE = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
 NAN = 0x7FFF
 
 
@@ -116,51 +108,36 @@ def run(asm: str, outputs: int, inputs: list[Bits], memory=None) -> list[Bits]:
     program, labels = parse(asm)
     threads = len(inputs[0]) if inputs else 1
     registers: dict[str, np.ndarray] = {f"${outputs + i}": bits.astype(np.uint64) for i, bits in enumerate(inputs)}
-    at, everybody = np.zeros(threads, np.int64), np.ones(threads, bool)
+    at, here = np.zeros(threads, np.int64), 0
+    together = not any(predicate or opcode.startswith(("bra", "exit")) for predicate, opcode, _ in program)
+    on = np.ones(threads, bool)  # the threads that execute this instruction
 
-    def literal(name: str, count: int) -> np.ndarray:
+    def value(name: str) -> np.ndarray:
+        if name in registers:
+            return registers[name] if together else registers[name][on]
         number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
-        return np.full(count, number & 0xFFFFFFFFFFFFFFFF, np.uint64)
+        return np.full(int(on.sum()), number & 0xFFFFFFFFFFFFFFFF, np.uint64)
 
-    def value(name: str, on) -> np.ndarray:
-        return registers[name][on] if name in registers else literal(name, int(on.sum()))
+    def put(name: str, new: np.ndarray) -> None:
+        if together:
+            registers[name] = new
+        else:
+            registers.setdefault(name, np.zeros(threads, new.dtype))[on] = new
 
-    def put(name: str, on, new: np.ndarray) -> None:
-        old = registers.setdefault(name, np.zeros(threads, new.dtype))
-        old[on] = new
-
-    def whole(name: str) -> np.ndarray:
-        return registers[name] if name in registers else literal(name, threads)
-
-    if not any(
-        predicate or opcode.startswith(("bra", "exit")) for predicate, opcode, _ in program
-    ):  # no thread leaves the others
-        for _, opcode, operands in program:
-            _execute(opcode, operands, everybody, whole, registers.__setitem__, memory)
-        return [registers[f"${i}"] for i in range(outputs)]
-    while (at < len(program)).any():
-        here = int(at[at < len(program)].min())
-        on = at == here
+    while here < len(program):
         predicate, opcode, operands = program[here]
+        if not together:
+            on = at == here
         at[on] += 1
         if predicate:
-            holds = registers[predicate.lstrip("!")] ^ predicate.startswith("!")
-            on = on & holds
-        if not on.any():
-            continue
+            on = on & (registers[predicate.lstrip("!")] ^ predicate.startswith("!"))
         if opcode.startswith("bra"):
-            if labels[operands[0]] <= here and memory:
+            if labels[operands[0]] <= here and on.any() and memory:
                 memory.pause()
             at[on] = labels[operands[0]]
-            continue
-        _execute(
-            opcode,
-            operands,
-            on,
-            lambda name, on=on: value(name, on),
-            lambda name, new, on=on: put(name, on, new),
-            memory,
-        )
+        elif on.any():
+            _execute(opcode, operands, value, put, memory)
+        here = int(at.min())
     return [registers[f"${i}"] for i in range(outputs)]
 
 
@@ -175,17 +152,17 @@ def _names(operand: str) -> list[str]:
     return [name.strip() for name in operand.strip("{}").split(",")]
 
 
-def _execute(opcode: str, operands: list[str], on, value, put, memory) -> None:
+def _execute(opcode: str, operands: list[str], value, put, memory) -> None:
     name, *kinds = opcode.split(".")
     low = np.uint64(0xFFFFFFFF)
     if name in ("createpolicy", "prefetch", "fence", "bar", "griddepcontrol"):
         if name == "createpolicy":
-            put(operands[0], np.zeros(int(on.sum()), np.uint64))
+            put(operands[0], value("0"))
         return
     if name == "exit":
         raise Exit
     if name in ("ld", "atom", "red"):
-        _memory(name, kinds, operands, on, value, put, memory)
+        _memory(name, kinds, operands, value, put, memory)
         return
     target, *sources = operands
     if name == "mov":
@@ -202,7 +179,7 @@ def _execute(opcode: str, operands: list[str], on, value, put, memory) -> None:
         return
     v = [value(s) for s in sources]
     if name == "setp":
-        compare, kind = COMPARE[kinds[0]], kinds[-1]
+        compare, kind = getattr(operator, kinds[0]), kinds[-1]
         pair = [floats(x) if kind == "f32" else signed(x) if kind == "s32" else x & low for x in v[:2]]
         result = compare(*pair)
         if len(kinds) == 3:
@@ -245,7 +222,7 @@ def _execute(opcode: str, operands: list[str], on, value, put, memory) -> None:
         put(target, integer[name]() & low)
 
 
-def _memory(name: str, kinds: list[str], operands: list[str], on, value, put, memory) -> None:
+def _memory(name: str, kinds: list[str], operands: list[str], value, put, memory) -> None:
     size = {"b16": 2, "b32": 4, "u32": 4}[kinds[-1]]
     if name == "red":
         address, amount = value(operands[0].strip("[]")), value(operands[1])

@@ -1,14 +1,15 @@
-"""Every kernel that is selected compiles, for six GPUs, with the installed Triton and with those that QERL_TRITONS
-names.
+"""Every kernel that is selected compiles, for six GPUs and all Tritons of benchmarks/results/compile.json.
+
+A Triton that is not in that file is compiled with: the installed one, and those that QERL_TRITONS names.
 
 QERL_TRITONS=DIR:DIR pytest kernels/tests/test_kernels_compile.py      one folder per version, made by
     pip install --no-deps --target DIR triton==3.9.0
 
-On each card a configuration is compiled for one rank of the adapter, in turn; with QERL_EXHAUSTIVE=1 for all, and more
-matrices.
+With QERL_EXHAUSTIVE=1 the installed one too is compiled with, for more matrices and all ranks.
 """
 
 import functools
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,23 +17,48 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+import triton
+
+from qerl_nvfp4 import select
+from qerl_nvfp4.measured import source_digest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import compile_matrix
 
-TRITONS = ["", *filter(None, os.environ.get("QERL_TRITONS", "").split(os.pathsep))]  # "": the installed one
+BENCHMARKS = Path(compile_matrix.__file__).parent
+RECORD = json.loads((BENCHMARKS / "results" / "compile.json").read_text())
 EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
-per_triton = pytest.mark.parametrize("triton", TRITONS, ids=lambda folder: Path(folder).name or "installed")
+FOLDERS = [*filter(None, os.environ.get("QERL_TRITONS", "").split(os.pathsep))]  # "" below: the installed one
+FOLDERS += [""] if EXHAUSTIVE or triton.__version__ not in RECORD["tritons"] else []
 
 
 @functools.cache
-def compiled(triton: str) -> tuple[str, list[dict]]:
-    """The version, and the rows of all kernels."""
-    return compile_matrix.in_a_process_of_its_own(triton, [] if EXHAUSTIVE else ["--quick"])
+def compiled(of: str) -> tuple[str, list[dict]]:
+    """The version, and the rows of all kernels: of a version that is recorded, or compiled with a folder's."""
+    if of in RECORD["tritons"]:
+        return of, RECORD["tritons"][of]
+    return compile_matrix.in_a_process_of_its_own(of, [] if EXHAUSTIVE else ["--quick"])
+
+
+per_triton = pytest.mark.parametrize("of", [*RECORD["tritons"], *FOLDERS], ids=lambda of: Path(of).name or "installed")
+
+
+def test_the_record_is_of_these_sources():
+    """CARD.md and the README name Triton 3.6 to 3.9."""
+    digests = dict.fromkeys(RECORD["tritons"], source_digest())
+    assert RECORD["kernels"] == digests, "run benchmarks/compile_matrix.py again"
+    assert {version.rsplit(".", 1)[0] for version in RECORD["tritons"]} >= {"3.6", "3.7", "3.8", "3.9"}
+
+
+def test_the_page_names_the_kernels_that_use_stack():
+    table = compile_matrix.stacks(RECORD)
+    assert table in (BENCHMARKS.parent / "HOW_IT_WORKS.md").read_text()
+    assert not any(line.startswith("| `mma`") for line in table.splitlines())
 
 
 @per_triton
-def test_every_selected_kernel_compiles_and_fits_the_card(triton):
-    _, rows = compiled(triton)
+def test_every_selected_kernel_compiles_and_fits_the_card(of):
+    _, rows = compiled(of)
     assert not [row for row in rows if "error" in row]
     assert not [row for row in rows if row["shared"] > row["shared_limit"]]
     found = {(row["sm"], row["kernel"]) for row in rows}
@@ -41,37 +67,27 @@ def test_every_selected_kernel_compiles_and_fits_the_card(triton):
             assert (sm, f"{kernel}_kernel") in found
     assert {sm for sm, kernel in found if kernel == "wgmma_kernel"} == {90}
     assert {sm for sm, kernel in found if kernel == "mma_kernel"} == {80, 86, 89, 120}
+    portable = [row for row in rows if row["kernel"] == "gemm_kernel"]
     for sm in (86, 89, 120):
-        ranks = {row["rank"] for row in rows if row["sm"] == sm and row["kernel"] == "gemm_kernel"}
+        ranks = {row["rank"] for row in portable if row["sm"] == sm}
         assert ranks == {0, 32, 256}, "a block has about 100 KB here: the adapter's rank must not matter"
+    for row in portable:
+        assert row["shared"] <= select.portable_shared_memory(row["config"]) <= row["shared_limit"], row
 
 
 @per_triton
-def test_blackwell_converts_where_the_assembler_can(triton):
-    """And no other card does."""
-    version, rows = compiled(triton)
+def test_only_blackwell_converts_and_only_where_the_assembler_can(of):
+    version, rows = compiled(of)
     can = tuple(map(int, version.split(".")[:2])) >= (3, 8)
     converting = {(row["sm"], row["converts"]) for row in rows if row["kernel"] == "skinny_kernel"}
     assert converting == {(sm, can and sm >= 100) for sm in compile_matrix.CARDS}
 
 
 @per_triton
-def test_no_kernel_takes_more_shared_memory_than_was_computed(triton):
-    from qerl_nvfp4 import select
-
-    _, rows = compiled(triton)
-    portable = [row for row in rows if row["kernel"] == "gemm_kernel"]
-    assert portable
-    for row in portable:
-        assert row["shared"] <= select.portable_shared_memory(row["config"]) <= row["shared_limit"], row
-
-
-@per_triton
-def test_what_decodes_does_not_spill(triton):
-    """More than a word or two on the stack would be the loop's."""
-    version, rows = compiled(triton)
+def test_decoding_kernels_do_not_spill(of):
+    """More than a word or two on the stack would be the loop's; Triton 3.8 and later spill more."""
+    version, rows = compiled(of)
     if not version.startswith(("3.6.", "3.7.")):
-        pytest.skip("later ones spill more")
-    for row in rows:
-        if row["kernel"] in ("skinny_kernel", "gemm_kernel", "mma_kernel") and row["dtype"] == "bfloat16":
-            assert row["stack"] <= 24, row
+        pytest.skip("spills more")
+    rows = [r for r in rows if r["kernel"] in ("skinny_kernel", "gemm_kernel", "mma_kernel")]
+    assert not [row for row in rows if row["dtype"] == "bfloat16" and row["stack"] > 24]

@@ -8,46 +8,31 @@ import sys
 import pytest
 import torch
 import triton
-from nvfp4_cases import in_aligned_rows, random_weight, relative_error
+from nvfp4_cases import Problem, random_weight, relative_error
 
 import qerl_nvfp4
-from qerl_nvfp4 import bounds, cost, fallback, reference, select, timing
-from qerl_nvfp4 import ops as launchers
+from qerl_nvfp4 import bounds, cost, fallback, ops, reference, select, timing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-hopper_only = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
-gluon_only = pytest.mark.skipif(
-    not torch.cuda.is_available() or not launchers.use_gluon(0), reason="needs a Triton with Gluon's names"
-)
 
 
 def seed() -> int:
     return torch.seed() % 2**31
 
 
-def run(config, M, N, K, rank=0, splits=None, per_row=False, pdl=True, dtype=torch.bfloat16, launches=3):
-    packed, scale, gs = random_weight(N, K, seed(), "cuda", per_row)
-    scale = in_aligned_rows(scale) if config["kernel"] in ("wgmma", "wide") else scale
-    x = torch.randn(M, K, device="cuda").to(dtype)
-    bias = 30 * torch.randn(N, device="cuda").to(dtype)  # a missing one must be seen beside results of several hundred
-    a = b = None
-    shards = len(splits) if splits else 1
-    if rank:
-        a = (torch.randn(shards * rank, K, device="cuda") * 0.5).to(dtype)
-        b = torch.randn(N, rank, device="cuda").to(dtype)
-    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T + bias.double()
-    if rank:
-        exact += reference.lora(x.double(), a.double(), b.double(), splits)
-    first = None
-    for _ in range(launches):
-        out = torch.full((M, N), float("nan"), device="cuda", dtype=dtype)
-        launchers.launch(
-            select.with_adapter(config) if rank else config, x, packed, scale, gs, bias, a, b, splits, out, pdl
-        )
-        assert relative_error(out, exact) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
-        first = out if first is None else first
-        assert torch.equal(out, first)  # deterministic
+def problem_of(*arguments, **more) -> Problem:
+    return Problem(*arguments, seed=seed(), device="cuda", **more)
+
+
+def run(config, M, N, K, rank=0, splits=None, launches=3, dtype=torch.bfloat16, pdl=True, **more):
+    aligned = config["kernel"] in ("wgmma", "wide")
+    problem = problem_of(M, N, K, rank, splits, dtype=dtype, aligned=aligned, **more)
+    config = select.with_adapter(config) if rank else config
+    problem.check(config, launches, 4e-3 if dtype == torch.bfloat16 else 1e-3, pdl=pdl)
+
+
+def by_values(configs):
+    return pytest.mark.parametrize("config", configs, ids=lambda c: "_".join(str(v) for v in c.values()))
 
 
 SKINNY = [
@@ -63,20 +48,14 @@ SKINNY = [
 ]
 
 
-@gluon_only
-@pytest.mark.parametrize("config", SKINNY, ids=lambda c: "_".join(str(v) for v in c.values()))
+@pytest.mark.gluon
+@by_values(SKINNY)
 def test_skinny(config):
-    run(config, config["BM"], 512, 2048, per_row=True, launches=40)
+    BM, with_lora = config["BM"], {"WK": 4, "WN": 1, "R": 2, "grid": config["grid"] + 5, "cost": 3}
+    run(config, BM, 512, 2048, per_row=True, launches=40)
     run(config, 1, 384, 1024, rank=32, splits=(128, 256), launches=40)
-    run(
-        config | {"lora": {"WK": 4, "WN": 1, "R": 2, "grid": config["grid"] + 5, "cost": 3}},
-        config["BM"],
-        384,
-        1024,
-        rank=64,
-        splits=(128, 128, 128),
-    )
-    run(config, config["BM"] - 3, 256, 1024, rank=8, pdl=False)
+    run(config | {"lora": with_lora}, BM, 384, 1024, rank=64, splits=(128, 128, 128))
+    run(config, BM - 3, 256, 1024, rank=8, pdl=False)
     run(config, 3, 256, 1024, rank=6)
 
 
@@ -88,66 +67,33 @@ WGMMA = [
 WGMMA += [config | {"natural": True} for config in WGMMA if cost.can_be_natural(config)]
 
 
-@hopper_only
-@pytest.mark.parametrize("config", WGMMA, ids=lambda c: "_".join(str(v) for v in c.values()))
+@pytest.mark.hopper
+@by_values(WGMMA)
 def test_wgmma(config):
-    run(config, config["BM"], 768, 2048, per_row=True)
+    BM, before, few = config["BM"], config | {"tasks": False}, config | {"grid": 7}
+    run(config, BM, 768, 2048, per_row=True)
     run(config, 1, 400, 1024)
-    run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192))
-    run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)
-    run(config, config["BM"], 528, 1280, rank=256)
-    run(config | {"tasks": False}, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512))
+    run(config, BM + 17, 1024, 1024, rank=32, splits=(576, 256, 192))
+    run(config, BM - 3, 768, 768, rank=72, pdl=False)
+    run(config, BM, 528, 1280, rank=256, launches=20)
+    run(before, 2 * BM + 1, 1024, 2048, rank=32, splits=(512, 512))
     run(config, 1, 512, 768, rank=8)
-    run(config, config["BM"], 256, 512, rank=12)  # rows of B that the copy engine cannot read
-    run(config | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
+    run(config, BM, 256, 512, rank=12)  # rows of B that the copy engine cannot read
+    run(few, 3 * BM + 1, 1280, 512)  # whole tiles for every program, and split ones
+    # K no multiple of 256, nor of 128: the copy engine fills the columns beyond it
+    run(config, BM, 1152, 896, per_row=True)
+    run(config, BM + 17, 1152, 896, rank=32, splits=(896, 128, 128))
+    run(before, 2 * BM + 1, 1024, 1152, rank=32, splits=(512, 512))
+    run(config, BM - 3, 960, 576, rank=72, pdl=False)
+    run(config, BM, 400, 288, rank=16)
+    run(few, 3 * BM + 1, 1280, 480)
 
 
-@hopper_only
-@pytest.mark.parametrize("config", WGMMA, ids=lambda c: "_".join(str(v) for v in c.values()))
-def test_wgmma_where_the_last_step_is_a_part_of_one(config):
-    """K no multiple of 256, nor of 128: the copy engine fills what lies beyond it."""
-    run(config, config["BM"], 1152, 896, per_row=True)
-    run(config, config["BM"] + 17, 1152, 896, rank=32, splits=(896, 128, 128))
-    run(config | {"tasks": False}, 2 * config["BM"] + 1, 1024, 1152, rank=32, splits=(512, 512))
-    run(config, config["BM"] - 3, 960, 576, rank=72, pdl=False)
-    run(config, config["BM"], 400, 288, rank=16)
-    run(config | {"grid": 7}, 3 * config["BM"] + 1, 1280, 480)
-
-
-@hopper_only
-@pytest.mark.parametrize("M", [5, 17, 64, 100, 128, 129, 300])
-@pytest.mark.parametrize("N,K", [(1152, 896), (896, 896), (2304, 1152), (576, 960)])
-def test_rows_of_scales_may_be_aligned_or_not(N, K, M):
-    """An engine's are, a trainer's are not: another kernel, the same product."""
-    packed, scale, gs = random_weight(N, K, seed(), "cuda")
-    aligned = qerl_nvfp4.align_scale_rows(scale)
-    assert aligned.data_ptr() != scale.data_ptr() and torch.equal(aligned, scale)
-    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    a = torch.randn(32, K, device="cuda", dtype=torch.bfloat16) * 0.5
-    b = torch.randn(N, 32, device="cuda", dtype=torch.bfloat16)
-    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
-    for lora in ((None, None), (a, b)):
-        expected = exact if lora[0] is None else exact + reference.lora(x.double(), a.double(), b.double(), None)
-        for each in (aligned, scale):
-            assert relative_error(qerl_nvfp4.linear(x, packed, each, gs, None, *lora), expected) < 5e-3
-    if 16 < M < 64:
-        assert select.choose(N, K, M, 0, True)["kernel"] == "wgmma"
-
-
-@hopper_only
-@pytest.mark.parametrize("P", [2, 3, 4])
-@pytest.mark.parametrize("M,rank", [(128, 0), (128, 32), (700, 0)])
-def test_wgmma_gives_the_same_bits_every_time(P, M, rank):
-    config = {"kernel": "wgmma", "BM": 128, "P": P, "S": 2, "permute": False, "grid": 132}
-    run(config, M, 3584, 2048, rank=rank, launches=60)
-
-
-@hopper_only
+@pytest.mark.hopper
 @pytest.mark.parametrize("M", [17, 40, 64, 128])
 @pytest.mark.parametrize("K", [9216, 18944])
 def test_wgmma_with_an_adapter_and_a_long_k(M, K):
-    config = select.wgmma_heuristic(512, K, M, 132)
-    run(config, M, 512, K, rank=32, splits=(320, 128, 64), launches=20)
+    run(select.wgmma_heuristic(512, K, M, 132), M, 512, K, rank=32, splits=(320, 128, 64), launches=20)
 
 
 MMA = [
@@ -158,36 +104,62 @@ MMA = [
 ]
 
 
-@gluon_only
-@pytest.mark.parametrize("config", MMA, ids=lambda c: "_".join(str(v) for v in c.values()))
+@pytest.mark.gluon
+@by_values(MMA)
 def test_mma(config):
     """Selected on other GPUs than Hopper, right on all."""
-    run(config, config["BM"], 512, 2048, per_row=True, launches=20)
+    BM = config["BM"]
+    run(config, BM, 512, 2048, per_row=True, launches=20)
     run(config, 1, 200, 1024)
-    run(config, config["BM"] + 17, 1024, 1152, rank=32, splits=(576, 256, 192), launches=20)
-    run(config, config["BM"] - 3, 1001, 128, rank=6)
-    run(config, 3 * config["BM"] + 1, 528, 1280, rank=256)
+    run(config, BM + 17, 1024, 1152, rank=32, splits=(576, 256, 192), launches=20)
+    run(config, BM - 3, 1001, 128, rank=6)
+    run(config, 3 * BM + 1, 528, 1280, rank=256)
+
+
+WIDE = [
+    {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": grid}
+    for BM, P in cost.WIDE
+    for S, X in (cost.wide_stages(BM, P),)
+    for grid in (5, 132)
+]
+WIDE += [config | {"natural": True} for config in WIDE if cost.can_be_natural(config)]
+
+
+@pytest.mark.hopper
+@by_values(WIDE)
+def test_wide(config):
+    BM, before = config["BM"], config | {"tasks": False}
+    few = before | {"grid": 7}
+    run(before, BM, 768, 2048, per_row=True)
+    run(before, 1, 400, 1024)
+    run(before, 2 * BM + 1, 1024, 2048, rank=32, splits=(512, 512), launches=20)
+    run(few, 3 * BM + 1, 1280, 512)  # whole tiles for every program, and split ones
+    run(before, BM + 1, 1152, 896, rank=32, splits=(896, 128, 128))  # the last step is a part of one
+    run(few, 3 * BM + 1, 640, 480)
+    if cost.can_be_beside(config):
+        run(config, BM + 17, 1024, 1024, rank=32, splits=(576, 256, 192), launches=20)
+        run(config, BM - 3, 768, 768, rank=72, pdl=False)
 
 
 AS_PERMUTED = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 8}
 
 
-@gluon_only
-@pytest.mark.parametrize("what", ["x", "out"])
+@pytest.mark.gluon
+@pytest.mark.parametrize("odd", ["x", "out"])
 @pytest.mark.parametrize(
-    "config", [pytest.param(AS_PERMUTED, marks=hopper_only), MMA[0]], ids=lambda config: config["kernel"]
+    "config", [pytest.param(AS_PERMUTED, marks=pytest.mark.hopper), MMA[0]], ids=lambda config: config["kernel"]
 )
-def test_x_and_y_at_any_address(config, what):
+def test_x_and_y_at_any_address(config, odd):
     """Neither can be copied 16 bytes at a time."""
-    N, K = 512, 1024
-    packed, scale, gs = random_weight(N, K, seed(), "cuda")
-    x, out = (torch.full((40, size + 3), 7.0, device="cuda", dtype=torch.bfloat16) for size in (K, N))
-    x.normal_()
-    x = x[:, 3:] if what == "x" else x[:, 3:].contiguous()
-    y = out[:, 3:] if what == "out" else torch.full((40, N), float("nan"), device="cuda", dtype=torch.bfloat16)
-    launchers.launch(config, x, packed, scale, gs, None, None, None, None, y)
-    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
-    assert relative_error(y, exact) < 4e-3
+    M, N, K = 40, 512, 1024
+    problem = problem_of(M, N, K)
+    x, out = (torch.full((M, size + 3), 7.0, device="cuda", dtype=torch.bfloat16) for size in (K, N))
+    if odd == "x":
+        x[:, 3:] = problem.x
+        problem.x = x[:, 3:]
+    y = out[:, 3:] if odd == "out" else torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
+    ops.launch(config, problem.x, *problem.weight, problem.bias, *problem.adapter, y)
+    assert relative_error(y, problem.exact()) < 4e-3
     assert (out[:, :3] == 7).all()
 
 
@@ -196,46 +168,37 @@ def test_x_and_y_at_any_address(config, what):
 def test_portable(M, N, K, SK, dtype):
     BM = 16 if M <= 16 else 32 if M <= 32 else 64
     config = {"kernel": "portable", "BM": BM, "BN": 64, "BK": 128, "SK": SK, "NW": 4, "NS": 3}
-    config["MMA"] = 3 if HOPPER else 2
-    run(config, M, N, K, per_row=True, dtype=dtype)
-    run(config, M, N, K, rank=16, dtype=dtype)
-    run(config, M, N, K, rank=200, dtype=dtype)
+    config["MMA"] = 3 if torch.cuda.get_device_capability()[0] == 9 else 2
+    for rank in (0, 16, 200):
+        run(config, M, N, K, rank=rank, per_row=rank == 0, dtype=dtype)
 
 
-@hopper_only
+@pytest.mark.hopper
 def test_a_kernel_that_does_not_compile_is_replaced():
     """Four groups leave no registers for warps that put x in order: the kernel refuses this itself."""
-    config = {"kernel": "wgmma", "BM": 32, "P": 4, "S": 3, "permute": True, "grid": 8}
-    packed, scale, gs = random_weight(256, 1024, seed(), "cuda")
-    x = torch.randn(20, 1024, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(20, 256, device="cuda", dtype=torch.bfloat16)
-    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    problem = problem_of(20, 256, 1024)
     with pytest.warns(RuntimeWarning, match="the wgmma kernel does not compile.*The portable kernel"):
-        launchers.product_by_any(config, x, packed, scale, gs, None, None, None, None, out)
-    assert relative_error(out, exact) < 4e-3
-    fallback.forget()
-    config = {"kernel": "portable", "BM": 64, "BN": 128, "BK": 128, "SK": 1, "NW": 4, "NS": 12, "MMA": 3}
-    with pytest.warns(RuntimeWarning, match="OutOfResources.*The dense path"):  # more stages than fit
-        launchers.product_by_any(config, x, packed, scale, gs, None, None, None, None, out)
-    assert relative_error(out, exact) < 4e-3
+        y = problem.by(AS_PERMUTED | {"P": 4, "S": 3}, multiply=ops.product_by_any)
+    assert relative_error(y, problem.exact()) < 4e-3
     fallback.forget()
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("rank", [0, 16], ids=["base", "adapter"])
-@pytest.mark.parametrize("M", [1, 16, 17, 64, 128, 300, 1000])
-@pytest.mark.parametrize("N,K", [(3584, 3584), (1000, 1040), (1024, 18944)])
+@pytest.mark.parametrize("M", [1, 17, 64, 128, 300])
+@pytest.mark.parametrize("N,K", [(3584, 3584), (1000, 1040), (1024, 18944), (1152, 896), (576, 960)])
 def test_linear_picks_something_right(M, N, K, rank, dtype, limit):
-    packed, scale, gs = random_weight(N, K, seed(), "cuda")
-    x, dy = (torch.randn(M, size, device="cuda").to(dtype) for size in (K, N))
-    dense = reference.dequantize(packed, scale, gs, torch.float64)
-    exact, a, b = x.double() @ dense.T, None, None
-    if rank:
-        a, b = (torch.randn(shape, device="cuda").to(dtype) * 0.5 for shape in ((rank, K), (N, rank)))
-        exact += reference.lora(x.double(), a.double(), b.double(), None)
-    y = qerl_nvfp4.linear(x, packed, scale, gs, None, a, b)
-    assert y.dtype == dtype and relative_error(y, exact) < limit
-    assert rank or relative_error(qerl_nvfp4.linear_backward(dy, packed, scale, gs), dy.double() @ dense) < 4e-3
+    """Rows of scales may be aligned, as an engine's, or not, as a trainer's: another kernel, the same product."""
+    problem = problem_of(M, N, K, rank, dtype=dtype, bias=False)
+    packed, scale, gs = problem.weight
+    exact = problem.exact()
+    for each in {scale.stride(): scale, (aligned := qerl_nvfp4.align_scale_rows(scale)).stride(): aligned}.values():
+        problem.weight = packed, each, gs
+        y = problem.linear()
+        assert y.dtype == dtype and relative_error(y, exact) < limit
+    dy = torch.randn(M, N, device="cuda").to(dtype)
+    exact = dy.double() @ reference.dequantize(*problem.weight, torch.float64)
+    assert rank or relative_error(qerl_nvfp4.linear_backward(dy, *problem.weight), exact) < 4e-3
 
 
 @pytest.mark.parametrize("M", [1, 5, 16, 20])
@@ -253,37 +216,44 @@ def test_a_matrix_as_large_as_a_vocabulary(M):
 
 
 @pytest.mark.parametrize("rank", [0, 16], ids=["base", "adapter"])
-def test_no_tokens(rank):
-    packed, scale, gs = random_weight(512, 1024, seed(), "cuda")
-    a = torch.randn(rank, 1024, device="cuda", dtype=torch.bfloat16) if rank else None
-    b = torch.randn(512, rank, device="cuda", dtype=torch.bfloat16) if rank else None
-    for shape in ((0,), (2, 0)):
-        x = torch.empty(*shape, 1024, device="cuda", dtype=torch.bfloat16)
-        assert qerl_nvfp4.linear(x, packed, scale, gs, None, a, b).shape == (*shape, 512)
-        dy = torch.empty(*shape, 512, device="cuda", dtype=torch.bfloat16)
-        assert qerl_nvfp4.linear_backward(dy, packed, scale, gs).shape == x.shape
-        for h in qerl_nvfp4.rms_norm(x, torch.ones(1024, device="cuda"), 1e-6, x):
-            assert h.shape == x.shape
+@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
+def test_no_tokens(rank, shape):
+    problem = problem_of(1, 512, 1024, rank)
+    problem.x = x = torch.empty(*shape, 1024, device="cuda", dtype=torch.bfloat16)
+    assert problem.linear().shape == (*shape, 512)
+    dy = torch.empty(*shape, 512, device="cuda", dtype=torch.bfloat16)
+    assert qerl_nvfp4.linear_backward(dy, *problem.weight).shape == x.shape
+    assert [h.shape for h in qerl_nvfp4.rms_norm(x, torch.ones(1024, device="cuda"), 1e-6, x)] == [x.shape] * 2
+
+
+def not_contiguous(M: int, K: int) -> tuple[torch.Tensor, ...]:
+    """(M, K) transposed, every second column, every second row from an odd place on, one row repeated."""
+    sizes = (K, M), (M, 2 * K), (2 * M, K + 3), (1, K)
+    a, b, c, d = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    return a.t(), b[:, ::2], c[::2, 3:], d.expand(M, K)
 
 
 @pytest.mark.parametrize("M", [4, 48, 300])
 def test_tensors_that_are_not_contiguous(M):
     N, K = 512, 1024
-    packed, scale, gs = random_weight(N, K, seed(), "cuda")
-    xs = (
-        torch.randn(K, M, device="cuda", dtype=torch.bfloat16).t(),
-        torch.randn(M, 2 * K, device="cuda", dtype=torch.bfloat16)[:, ::2],
-        torch.randn(2 * M, K + 8, device="cuda", dtype=torch.bfloat16)[::2, 8:],
-        torch.randn(1, K, device="cuda", dtype=torch.bfloat16).expand(M, K),
-    )
-    bias = 30 * torch.randn(2 * N, device="cuda", dtype=torch.bfloat16)[::2]
-    dense = reference.dequantize(packed, scale, gs, torch.float64)
-    for x in xs:
-        assert (
-            relative_error(qerl_nvfp4.linear(x, packed, scale, gs, bias), x.double() @ dense.T + bias.double()) < 4e-3
-        )
+    problem = problem_of(M, N, K)
+    problem.bias = 30 * torch.randn(2 * N, device="cuda", dtype=torch.bfloat16)[::2]
+    for problem.x in not_contiguous(M, K):
+        assert relative_error(problem.linear(), problem.exact()) < 4e-3
     dy = torch.randn(N, M, device="cuda", dtype=torch.bfloat16).t()
-    assert relative_error(qerl_nvfp4.linear_backward(dy, packed, scale, gs), dy.double() @ dense) < 4e-3
+    exact = dy.double() @ reference.dequantize(*problem.weight, torch.float64)
+    assert relative_error(qerl_nvfp4.linear_backward(dy, *problem.weight), exact) < 4e-3
+
+
+def test_rms_norm_of_tensors_that_are_not_contiguous():
+    w = (1 + torch.randn(2 * 640, device="cuda") * 1e-3)[::2]
+    xs = not_contiguous(33, 640)
+    for x in xs:
+        for r in xs:
+            y, h = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
+            expected = reference.rms_norm(x, w, 1e-6, r)
+            assert torch.equal(h, expected[1]) and relative_error(y, expected[0]) < 1e-3
+        assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
 
 
 def test_row_slices_and_float8_scales_are_weights():
@@ -337,24 +307,6 @@ def test_quantize_to_rtn_equals_the_cpu_for_any_bits_ties_and_neighbours_of_ties
         assert torch.equal(got[0].cpu(), packed)
 
 
-def test_rms_norm_of_tensors_that_are_not_contiguous():
-    K = 640
-    w = (1 + torch.randn(2 * K, device="cuda") * 1e-3)[::2]
-    xs = (
-        torch.randn(K, 33, device="cuda", dtype=torch.bfloat16).t(),
-        torch.randn(33, 2 * K, device="cuda", dtype=torch.bfloat16)[:, ::2],
-        torch.randn(66, K + 3, device="cuda", dtype=torch.bfloat16)[::2, 3:],
-        torch.randn(1, K, device="cuda", dtype=torch.bfloat16).expand(33, K),
-    )
-    for x in xs:
-        for r in xs:
-            y, h = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
-            ry, rh = reference.rms_norm(x, w, 1e-6, r)
-            assert torch.equal(h, rh)
-            assert relative_error(y, ry) < 1e-3
-        assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
-
-
 def test_dequantize_of_more_rows_than_a_launch_can_take():
     N = 524_280 + 17
     packed, scale = timing.random_weight(N, 16, seed())
@@ -364,31 +316,23 @@ def test_dequantize_of_more_rows_than_a_launch_can_take():
 
 @pytest.mark.parametrize("M", [4, 48])
 def test_cuda_graph_sees_new_data_and_new_adapters(M):
-    N, K = 1024, 1024
-    packed, scale, gs = random_weight(N, K, seed(), "cuda")
-    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    a = torch.randn(32, K, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(N, 32, device="cuda", dtype=torch.bfloat16)
-    qerl_nvfp4.linear(x, packed, scale, gs, None, a, b)
+    problem = problem_of(M, 1024, 1024, 32)
+    problem.linear()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = qerl_nvfp4.linear(x, packed, scale, gs, None, a, b)
+        y = problem.linear()
     for _ in range(3):
-        x.normal_()
-        b.normal_()
+        problem.x.normal_()
+        problem.adapter[1].normal_()
         graph.replay()
-        exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
-        exact += reference.lora(x.double(), a.double(), b.double(), None)
-        assert relative_error(y, exact) < 5e-3
+        assert relative_error(y, problem.exact()) < 5e-3
 
 
-@hopper_only
+@pytest.mark.hopper
 @pytest.mark.parametrize("M", [64, 128])
 def test_other_processes_on_the_gpu_change_no_bit(M):
-    """The GPU goes from process to process in the middle of a launch, and back. Every launch has other tokens: what is
-    stale must be seen.
-    """
+    """The GPU switches between processes in the middle of a launch. New tokens in every launch show stale values."""
     other = "import torch\nx = torch.randn(8192, 8192, device='cuda')\nprint('runs', flush=True)\nwhile True:\n"
     other += "    x @ x\n    torch.cuda.synchronize()"
     N, K, rank = 3584, 18944, 32
@@ -402,7 +346,7 @@ def test_other_processes_on_the_gpu_change_no_bit(M):
     def launch_all() -> None:
         for x, out in zip(xs, outs, strict=True):
             out.fill_(float("nan"))
-            launchers.launch(config, x, *weight, None, a, b, [N], out)
+            ops.launch(config, x, *weight, None, a, b, [N], out)
 
     launch_all()
     torch.cuda.synchronize()
@@ -432,50 +376,22 @@ def test_torch_compile():
     assert relative_error(compiled(x), qerl_nvfp4.linear(x, packed, scale, gs) * 2) < 1e-3
 
 
-def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch):
+def test_a_launch_compiles_nothing_that_was_compiled_ahead(monkeypatch):
     from qerl_nvfp4.precompile import Weight, precompile
 
     N, K, rank, splits = 768, 1024, 24, (256, 256, 256)  # of no other test
     tokens = [1, 3, 16, 24, 64, 100, 200, 512, 700, 2048]
-    said: list[str] = []
-    result = precompile([Weight(N, K, splits, rank, bias=True)], tokens, norms=[K + 8], tell=said.append)
+    ahead = [Weight(N, K, splits, rank, bias=True)]
+    result, again = (precompile(ahead, tokens, norms=[K + 8], tell=lambda line: None) for _ in range(2))
     assert result.kernels > 0 and not result.failed
-    again = precompile([Weight(N, K, splits, rank, bias=True)], tokens, norms=[K + 8])
     assert again.kernels == 0 and again.seconds < 1
-
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["repr"]))
-    weight = random_weight(N, K, seed(), "cuda")
-    bias, a = torch.zeros(N, device="cuda").bfloat16(), torch.zeros(3 * rank, K, device="cuda").bfloat16()
-    b = torch.zeros(N, rank, device="cuda").bfloat16()
+    problem = problem_of(max(tokens), N, K, rank, splits)
     for M in tokens:
-        qerl_nvfp4.linear(torch.randn(M, K, device="cuda").bfloat16(), *weight, bias, a, b, splits)
+        problem.linear(slice(0, M))
     x = torch.randn(5, K + 8, device="cuda").bfloat16()
-    qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6)
-    qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6, x)
+    for residual in (None, x):
+        qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6, residual)
     torch.cuda.synchronize()
     assert not compiled
-
-
-WIDE = [
-    {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": grid}
-    for BM, P in cost.WIDE
-    for S, X in (cost.wide_stages(BM, P),)
-    for grid in (5, 132)
-]
-WIDE += [config | {"natural": True} for config in WIDE if cost.can_be_natural(config)]
-
-
-@hopper_only
-@pytest.mark.parametrize("config", WIDE, ids=lambda c: "_".join(str(v) for v in c.values()))
-def test_wide(config):
-    before = config | {"tasks": False}
-    run(before, config["BM"], 768, 2048, per_row=True)
-    run(before, 1, 400, 1024)
-    run(before, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512), launches=20)
-    run(before | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
-    run(before, config["BM"] + 1, 1152, 896, rank=32, splits=(896, 128, 128))  # the last step is a part of one
-    run(before | {"grid": 7}, 3 * config["BM"] + 1, 640, 480)
-    if cost.can_be_beside(config):
-        run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192), launches=20)
-        run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)

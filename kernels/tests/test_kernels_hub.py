@@ -26,13 +26,10 @@ def from_hub(tmp_path_factory):
     assert backend in general["backends"]
     root = tmp_path_factory.mktemp("kernel")
     variant = root / "build" / f"torch-{backend}"
-    shutil.copytree(
-        PROJECT / "torch-ext" / "qerl_nvfp4", variant, ignore=shutil.ignore_patterns("__pycache__", "_ops.py")
-    )
-    (variant / "_ops.py").write_text(
-        f"import torch\nops = torch.ops.{NAMESPACE}\n\n\ndef add_op_namespace_prefix(name):\n    return "
-        f"f'{NAMESPACE}::{{name}}'\n"
-    )
+    ignored = shutil.ignore_patterns("__pycache__", "_ops.py")
+    shutil.copytree(PROJECT / "torch-ext" / "qerl_nvfp4", variant, ignore=ignored)
+    names = f"def add_op_namespace_prefix(name):\n    return f'{NAMESPACE}::{{name}}'\n"
+    (variant / "_ops.py").write_text(f"import torch\nops = torch.ops.{NAMESPACE}\n\n\n{names}")
     metadata = {"id": "qerl_nvfp4_test", "python-depends": [], "backend": {"type": backend}}
     metadata |= {key: general[key] for key in ("name", "version", "license")}
     (variant / "metadata.json").write_text(json.dumps(metadata))
@@ -42,6 +39,8 @@ def from_hub(tmp_path_factory):
 def test_loads_beside_the_installed_package_and_computes_the_same(from_hub):
     assert from_hub is not qerl_nvfp4
     assert "qerl_nvfp4" in from_hub.describe()
+    assert hasattr(getattr(torch.ops, NAMESPACE), "linear"), "operators have a namespace of their own"
+    assert from_hub.linear.__module__ != qerl_nvfp4.linear.__module__
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = random_weight(64, 256, device=device)
     x = torch.randn(5, 256, dtype=torch.bfloat16, device=device)
@@ -49,8 +48,3 @@ def test_loads_beside_the_installed_package_and_computes_the_same(from_hub):
     dense = from_hub.dequantize(*weight)
     assert torch.equal(dense, qerl_nvfp4.dequantize(*weight))
     assert relative_error(from_hub.linear(x, *weight), x.double() @ dense.double().T) < 6e-3
-
-
-def test_its_operators_have_a_namespace_of_their_own(from_hub):
-    assert hasattr(getattr(torch.ops, NAMESPACE), "linear")
-    assert from_hub.linear.__module__ != qerl_nvfp4.linear.__module__

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from nvfp4_cases import random_weight, relative_error
+from nvfp4_cases import Problem, random_weight, relative_error
 
-from qerl_nvfp4 import ops as launchers
-from qerl_nvfp4 import portable, reference
+from qerl_nvfp4 import ops, portable, reference
 from qerl_nvfp4.launch import permute_columns
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not portable.INTERPRET, reason="runs where there is no GPU, with TRITON_INTERPRET=1")
-tl = portable.tl
+per_row = pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
 
 
 def poisoned(*shape, dtype=torch.bfloat16):
@@ -24,18 +23,21 @@ def test_every_code_times_every_scale_is_exact():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for gs in (torch.tensor([1.0]), torch.tensor([3.0])):
             out = poisoned(127, 16, dtype=dtype)
-            launchers._dequantize(packed, scale, gs, dtype, out)
+            ops._dequantize(packed, scale, gs, dtype, out)
             assert torch.equal(out, reference.dequantize(packed, scale, gs, dtype))
 
 
-@pytest.mark.parametrize("N,K", [(5, 16), (8, 512), (19, 1040)])
-@pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
-def test_dequantize(N, K, per_row):
+@pytest.mark.parametrize("N,K,rows_of_a_launch", [(5, 16, None), (19, 1040, None), (37, 32, 2)])
+@per_row
+def test_dequantize(monkeypatch, N, K, rows_of_a_launch, per_row):
+    """A row slice, as the trainer's fused storage has them; and in several launches."""
+    if rows_of_a_launch:
+        monkeypatch.setattr(ops, "_MAX_GRID_Y", rows_of_a_launch)
     packed, scale, gs = random_weight(N + 3, K, seed=N, per_row=per_row)
-    rows = slice(2, 2 + N)  # a row slice, as the trainer's fused storage has them
+    rows = slice(2, 2 + N)
     packed, scale, gs = packed[rows], scale[rows], gs[rows] if per_row else gs
     out = poisoned(N, K)
-    launchers._dequantize(packed, scale, gs, torch.bfloat16, out)
+    ops._dequantize(packed, scale, gs, torch.bfloat16, out)
     assert torch.equal(out, reference.dequantize(packed, scale, gs))
 
 
@@ -51,100 +53,59 @@ def test_quantize_is_bit_equal(rule, dtype, gs):
     weight[4, :16] *= 1e-4
     weight[5, ::2] = -0.0
     expected = reference.quantize(weight, rule, torch.tensor([gs]))
-    packed, scale = launchers._quantize(weight, rule, torch.tensor([gs]))
-    assert torch.equal(scale, expected[1])
-    assert torch.equal(packed, expected[0])
-
-
-@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("K", [17, 256, 600])
-def test_rms_norm(K, residual):
-    g = torch.Generator().manual_seed(K)
-    x = torch.randn(3, K, generator=g).bfloat16()
-    r = torch.randn(3, K, generator=g).bfloat16() if residual else None
-    w = 1 + torch.randn(K, generator=g) * 1e-3
-    y, h = launchers._rms_norm(x, w, 1e-6, r)
-    expected = reference.rms_norm(x, w, 1e-6, r)
-    assert relative_error(y, expected[0] if residual else expected) < 1e-3
-    if residual:
-        assert torch.equal(h, expected[1])
-
-
-def test_rms_norm_of_tensors_that_are_not_contiguous():
-    g = torch.Generator().manual_seed(0)
-    x, r = (torch.randn(64, 3, generator=g).bfloat16().t() for _ in range(2))
-    w = torch.randn(128, generator=g)[::2]
-    y, h = launchers._rms_norm(x, w, 1e-6, r)
-    expected = reference.rms_norm(x, w, 1e-6, r)
-    assert relative_error(y, expected[0]) < 1e-3
-    assert torch.equal(h, expected[1])
+    assert all(map(torch.equal, ops._quantize(weight, rule, torch.tensor([gs])), expected))
 
 
 @pytest.mark.parametrize("gs", [(64.0,), range(32, 45)], ids=["scalar", "per_row"])
 def test_quantize_in_several_launches(monkeypatch, gs):
     """As many rows as one launch cannot take."""
-    monkeypatch.setattr(launchers, "_MAX_GRID_Y", 2)
-    weight = torch.randn(13, 32, generator=torch.Generator().manual_seed(0))
-    gs = torch.tensor([float(v) for v in gs])
-    got, expected = launchers._quantize(weight, "four_over_six", gs), reference.quantize(weight, "four_over_six", gs)
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
+    monkeypatch.setattr(ops, "_MAX_GRID_Y", 2)
+    weight, gs = torch.randn(13, 32), torch.tensor([float(v) for v in gs])
+    expected = reference.quantize(weight, "four_over_six", gs)
+    assert all(map(torch.equal, ops._quantize(weight, "four_over_six", gs), expected))
 
 
-@pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
-def test_dequantize_in_several_launches(monkeypatch, per_row):
-    monkeypatch.setattr(launchers, "_MAX_GRID_Y", 2)
-    packed, scale, gs = random_weight(37, 32, per_row=per_row)
-    out = poisoned(37, 32)
-    launchers._dequantize(packed, scale, gs, torch.bfloat16, out)
-    assert torch.equal(out, reference.dequantize(packed, scale, gs))
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("K,transposed", [(17, False), (600, False), (64, True)])
+def test_rms_norm(K, transposed, residual):
+    g = torch.Generator().manual_seed(K)
+    x, r = (torch.randn(K, 3, generator=g).bfloat16().t() for _ in range(2))
+    x, r = (x, r) if transposed else (x.contiguous(), r.contiguous())
+    w = 1 + torch.randn(2 * K, generator=g)[:: 2 if transposed else 1][:K] * 1e-3
+    y, h = ops._rms_norm(x, w, 1e-6, r if residual else None)
+    expected = reference.rms_norm(x, w, 1e-6, r if residual else None)
+    assert relative_error(y, expected[0] if residual else expected) < 1e-3
+    assert not residual or torch.equal(h, expected[1])
 
 
 def configuration(BM, BN, SK, MMA=3, BK=128):
     return {"kernel": "portable", "BM": BM, "BN": BN, "BK": BK, "SK": SK, "NW": 4, "NS": 1, "MMA": MMA}
 
 
-GEMMS = [
-    pytest.param(1, 48, 128, configuration(16, 32, 1), id="one-token"),
-    pytest.param(17, 40, 384, configuration(16, 32, 3), id="17-tokens-split3"),
-    pytest.param(5, 70, 272, configuration(16, 64, 2, MMA=2), id="odd-N-tail-K"),
-    pytest.param(33, 24, 16, configuration(32, 32, 1), id="K16"),
-    pytest.param(3, 64, 512, configuration(16, 64, 2, BK=256), id="BK256"),
-]
+@pytest.mark.parametrize("dtype,limit", [(torch.bfloat16, 3e-3), (torch.float16, 5e-4)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "M,N,K,config",
+    [
+        pytest.param(1, 48, 128, configuration(16, 32, 1), id="one-token"),
+        pytest.param(17, 40, 384, configuration(16, 32, 3), id="17-tokens-split3"),
+        pytest.param(5, 70, 272, configuration(16, 64, 2, MMA=2), id="odd-N-tail-K"),
+        pytest.param(33, 24, 16, configuration(32, 32, 1), id="K16"),
+        pytest.param(3, 64, 512, configuration(16, 64, 2, BK=256), id="BK256"),
+    ],
+)
+def test_gemm(M, N, K, config, dtype, limit):
+    Problem(M, N, K, seed=M, dtype=dtype, per_row=N % 16 == 0).check(config, 2, limit, pdl=False)
 
 
-@pytest.mark.parametrize("M,N,K,config", GEMMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_gemm(M, N, K, config, dtype):
-    packed, scale, gs = random_weight(N, K, seed=M, per_row=N % 16 == 0)
-    g = torch.Generator().manual_seed(M)
-    x = torch.randn(M, K, generator=g).to(dtype)
-    bias = torch.randn(N, generator=g).to(dtype)
-    out = poisoned(M, N, dtype=dtype)
-    launchers.launch(config, x, packed, scale, gs, bias, None, None, None, out, pdl=False)
-    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T + bias.double()
-    assert relative_error(out, exact) < (3e-3 if dtype == torch.bfloat16 else 5e-4)
-    again = poisoned(M, N, dtype=dtype)
-    launchers.launch(config, x, packed, scale, gs, bias, None, None, None, again, pdl=False)
-    assert torch.equal(out, again)  # deterministic, and the split-K counters were reset
-
-
-@pytest.mark.parametrize("rank", [4, 32, 136, 256])
-@pytest.mark.parametrize("splits", [None, (32, 64), (32, 32, 32), (40, 56)], ids=["one", "two", "three", "unaligned"])
+@pytest.mark.parametrize(
+    "rank,splits", [(4, (32, 64)), (32, (32, 32, 32)), (32, (40, 56)), (136, None), (136, (32, 64)), (256, (40, 56))]
+)
 def test_fused_lora(rank, splits):
-    M, N, K = 5, 96, 1152
-    packed, scale, gs = random_weight(N, K)
-    shards = 1 if splits is None else len(splits)
-    g = torch.Generator().manual_seed(rank)
-    x = torch.randn(M, K, generator=g).bfloat16()
-    a = (torch.randn(shards * rank, K, generator=g) * 2).bfloat16()
-    b = (torch.randn(N, rank, generator=g) * 2).bfloat16()
-    out = poisoned(M, N)
-    launchers.launch(configuration(16, 32, 2), x, packed, scale, gs, None, a, b, splits, out, pdl=False)
-    base = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
-    adapter = reference.lora(x.double(), a.double(), b.double(), splits)
-    assert relative_error(out, base + adapter) < 5e-3
-    assert relative_error(out, base) > 5e-2  # the adapter is large enough to be missed
+    problem = Problem(5, 96, 1152, rank, splits, seed=rank, bias=False)
+    out = problem.by(configuration(16, 32, 2), pdl=False)
+    assert relative_error(out, problem.exact()) < 5e-3
+    base = reference.linear(problem.x.double(), *problem.weight)
+    assert relative_error(out, base) > 2e-2  # the adapter is large enough to be missed
 
 
 @pytest.mark.parametrize("K", [128, 384])
@@ -163,26 +124,15 @@ def test_permuted_x_has_the_order_of_the_decoded_weights(K):
 @pytest.mark.parametrize("splits", [None, (500, 140, 128)], ids=["one", "three"])
 @pytest.mark.parametrize("rank", [8, 12], ids=["joined", "maybe_afterwards"])
 def test_dense_product_with_an_adapter(rank, splits, pieces):
-    """Wide output: the adapter is part of the product when its stacked rank is a multiple of 8, and is added afterwards
-    if not.
-    """
-    N, K, M = 768, 64, 5
-    packed, scale, gs = random_weight(N, K, seed=rank)
-    g = torch.Generator().manual_seed(1)
-    shards = len(splits or (N,))
-    a, b, x = (torch.randn(*shape, generator=g).bfloat16() for shape in ((shards * rank, K), (N, rank), (M, K)))
-    a, b = a * 0.1, b * 0.1
-    bias = torch.randn(N, generator=g).bfloat16()
-    out = poisoned(M, N)
-    launchers.linear_dense(x, packed, scale, gs, bias, a, b, splits, out, pieces)
-    exact = (x.double(), packed, scale, gs, bias.double())
-    expected = reference.linear(*exact, a.double(), b.double(), splits)
-    assert relative_error(out, expected) < 6e-3
-    assert relative_error(reference.linear(*exact), expected) > 0.02  # what a forgotten adapter would give
+    """In wide outputs a stacked rank that is a multiple of 8 joins the product, another is added afterwards."""
+    problem = Problem(5, 768, 64, rank, splits, seed=rank)
+    assert (
+        relative_error(problem.by({"kernel": "dense", "pieces": pieces}, multiply=ops.product), problem.exact()) < 6e-3
+    )
 
 
 def test_the_backward_product_goes_through_the_dequantized_weight():
     packed, scale, gs = random_weight(48, 64)
     dy = torch.randn(2, 3, 48).bfloat16()
     expected = reference.linear_backward(dy.double(), packed, scale, gs)
-    assert relative_error(launchers.backward_dense(dy, packed, scale, gs), expected) < 6e-3
+    assert relative_error(ops.backward_dense(dy, packed, scale, gs), expected) < 6e-3

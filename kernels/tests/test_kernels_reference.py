@@ -1,4 +1,4 @@
-"""The plain PyTorch path: values of the format, shapes, errors, what describe() says, torch.library registration."""
+"""The plain PyTorch path: values of the format, shapes, errors, torch.library registration."""
 
 import pytest
 import torch
@@ -69,133 +69,109 @@ def test_rms_norm_keeps_a_float32_weight(residual):
         assert torch.equal(got[1].double(), h)
 
 
+def refuses(match: str, call, *arguments) -> None:
+    with pytest.raises(ValueError, match=match):
+        call(*arguments)
+
+
 def test_wrong_shapes_name_the_numbers():
-    packed, scale, gs = random_weight(32, 64)
-    with pytest.raises(ValueError, match="48 columns"):
-        qerl_nvfp4.linear(torch.randn(2, 48), packed, scale, gs)
-    with pytest.raises(ValueError, match="block_scale has shape"):
-        qerl_nvfp4.linear(torch.randn(2, 64), packed, scale[:, :2], gs)
-    with pytest.raises(ValueError, match="7 elements"):
-        qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, torch.ones(7))
-    with pytest.raises(ValueError, match="best"):
-        qerl_nvfp4.quantize(torch.randn(4, 32), "best", gs)
+    packed, scale, gs = weight = random_weight(32, 64)
     x, a, b = torch.randn(2, 64), torch.randn(4, 64), torch.randn(32, 4)
-    with pytest.raises(ValueError, match=r"bias has shape \(16,\)"):
-        qerl_nvfp4.linear(x, packed, scale, gs, torch.zeros(16))
-    with pytest.raises(ValueError, match="both lora_a"):
-        qerl_nvfp4.linear(x, packed, scale, gs, None, a)
-    with pytest.raises(ValueError, match=r"lora_splits are \(16, 8\)"):
-        qerl_nvfp4.linear(x, packed, scale, gs, None, a.repeat(2, 1), b, (16, 8))
-    with pytest.raises(ValueError, match=r"2 shards of rank 4 need \(8, 64\)"):
-        qerl_nvfp4.linear(x, packed, scale, gs, None, a, b, (16, 16))
-    with pytest.raises(ValueError, match="dy has 31 columns"):
-        qerl_nvfp4.linear_backward(torch.randn(2, 31), packed, scale, gs)
-    with pytest.raises(ValueError, match=r"needs a weight \(64,\)"):
-        qerl_nvfp4.rms_norm(x, torch.ones(63), 1e-6)
+    linear, rms_norm = qerl_nvfp4.linear, qerl_nvfp4.rms_norm
+    refuses("48 columns", linear, torch.randn(2, 48), *weight)
+    refuses("block_scale has shape", linear, x, packed, scale[:, :2], gs)
+    refuses("7 elements", linear, x, packed, scale, torch.ones(7))
+    refuses("best", qerl_nvfp4.quantize, torch.randn(4, 32), "best", gs)
+    refuses(r"bias has shape \(16,\)", linear, x, *weight, torch.zeros(16))
+    refuses("both lora_a", linear, x, *weight, None, a)
+    refuses(r"lora_splits are \(16, 8\)", linear, x, *weight, None, a.repeat(2, 1), b, (16, 8))
+    refuses(r"2 shards of rank 4 need \(8, 64\)", linear, x, *weight, None, a, b, (16, 16))
+    refuses(r"2 shards of rank 0 need \(0, 64\)", linear, x, *weight, None, a, torch.empty(32, 0), (16, 16))
+    refuses("dy has 31 columns", qerl_nvfp4.linear_backward, torch.randn(2, 31), *weight)
+    refuses(r"needs a weight \(64,\)", rms_norm, x, torch.ones(63), 1e-6)
+    memory = torch.zeros(32, 64, dtype=torch.bfloat16)
+    for out in (memory[:16], memory.float(), memory.t()):
+        refuses("out is", qerl_nvfp4.dequantize, *weight, torch.bfloat16, out)
+    assert not memory.any(), "nothing was written"
+
+
+def refused_by_all(match: str, packed, scale, gs) -> None:
+    refuses(match, qerl_nvfp4.linear, torch.randn(2, packed.shape[1] * 2), packed, scale, gs)
+    refuses(match, qerl_nvfp4.linear_backward, torch.randn(2, packed.shape[0]), packed, scale, gs)
+    refuses(match, qerl_nvfp4.dequantize, packed, scale, gs)
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8], ids=str
+    "name,dtype",
+    [
+        # two bytes of a bfloat16 were read as two scales of e4m3, and one of e5m2 as another number
+        *(("block_scale", dtype) for dtype in (torch.bfloat16, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8)),
+        # no kernel compiles for these, which once turned off the kernels of this GPU for float32 too
+        *(("global_scale", dtype) for dtype in (torch.bfloat16, torch.float64)),
+    ],
+    ids=str,
 )
-def test_block_scales_of_another_type_are_refused(dtype):
-    """Two bytes of a bfloat16 were read as two scales of e4m3, and one of e5m2 as another number."""
-    packed, scale, gs = random_weight(32, 64)
-    values = scale.view(torch.float8_e4m3fn).float().to(dtype)
-    for call in (
-        lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, values, gs),
-        lambda: qerl_nvfp4.linear_backward(torch.randn(2, 32), packed, values, gs),
-        lambda: qerl_nvfp4.dequantize(packed, values, gs),
-    ):
-        with pytest.raises(ValueError, match=rf"block_scale is {dtype}, .*Give float8_e4m3fn, or its bytes"):
-            call()
-    expected = qerl_nvfp4.dequantize(packed, scale, gs)
-    assert torch.equal(qerl_nvfp4.dequantize(packed, scale.view(torch.float8_e4m3fn), gs), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_global_scale_of_another_type_is_refused(dtype):
-    """No kernel compiles for it, which was taken for a compiler's fault: from then on none was tried for this GPU, and
-    float32 ran in plain PyTorch too.
-    """
+def test_scales_of_another_type_are_refused(name, dtype):
     packed, scale, gs = random_weight(64, 64)
-    for call in (
-        lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, gs.to(dtype)),
-        lambda: qerl_nvfp4.linear_backward(torch.randn(2, 64), packed, scale, gs.to(dtype)),
-        lambda: qerl_nvfp4.dequantize(packed, scale, gs.to(dtype)),
-        lambda: qerl_nvfp4.quantize(torch.randn(64, 64).bfloat16(), "rtn", gs.to(dtype)),
-    ):
-        with pytest.raises(ValueError, match=rf"global_scale is {dtype}, .*read as float32"):
-            call()
+    if name == "block_scale":
+        scale = scale.view(torch.float8_e4m3fn).float().to(dtype)
+    else:
+        gs = gs.to(dtype)
+        refuses(f"{name} is {dtype}", qerl_nvfp4.quantize, torch.randn(64, 64).bfloat16(), "rtn", gs)
+    refused_by_all(f"{name} is {dtype}", packed, scale, gs)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3,), (64, 1), (64, 2), (0,)], ids=str)
+def test_a_global_scale_of_another_shape_is_refused(shape):
+    """(1, N) was read as the first row's for all, three as the first three rows' and the memory behind them."""
+    packed, scale, _ = random_weight(64, 64)
+    wrong = torch.rand(shape) + 1
+    match = rf"global_scale has {wrong.numel()} elements.* each of the 64 rows"
+    refused_by_all(match, packed, scale, wrong)
+    for rule in reference.SCALE_RULES:
+        refuses(match, qerl_nvfp4.quantize, torch.randn(64, 64).bfloat16(), rule, wrong)
+
+
+def test_scales_of_equal_meaning_give_the_same():
+    packed, scale, gs = random_weight(64, 64)
+    weight, expected = torch.randn(64, 64).bfloat16(), qerl_nvfp4.dequantize(packed, scale, gs)
+    assert torch.equal(qerl_nvfp4.dequantize(packed, scale.view(torch.float8_e4m3fn), gs), expected)
+    for same in (gs.reshape(()), gs.reshape(1, 1), gs.expand(64)):
+        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, same), expected)
+        assert torch.equal(qerl_nvfp4.quantize(weight, "rtn", same)[0], qerl_nvfp4.quantize(weight, "rtn", gs)[0])
 
 
 @pytest.mark.parametrize("name", ["x", "block_scale", "global_scale", "bias", "lora_a", "lora_b", "dy"])
 def test_a_tensor_of_another_device_is_refused(name):
     """Its address would have been read on this one."""
     packed, scale, gs = random_weight(32, 64)
-    given = {
-        "x": torch.randn(2, 64).bfloat16(),
-        "packed": packed,
-        "block_scale": scale,
-        "global_scale": gs,
-        "bias": torch.randn(32),
-        "lora_a": torch.randn(4, 64).bfloat16(),
-        "lora_b": torch.randn(32, 4).bfloat16(),
-        "dy": torch.randn(2, 32).bfloat16(),
-    }
+    given = {"x": torch.randn(2, 64).bfloat16(), "packed": packed, "block_scale": scale, "global_scale": gs}
+    given |= {"bias": torch.randn(32), "lora_a": torch.randn(4, 64).bfloat16(), "lora_b": torch.randn(32, 4).bfloat16()}
+    given["dy"] = torch.randn(2, 32).bfloat16()
     given[name] = given[name].to("meta")
-    weight = [given[each] for each in ("packed", "block_scale", "global_scale")]
-    with pytest.raises(ValueError, match=f"{name} is on meta, the packed weight on cpu"):
-        if name == "dy":
-            ops_module.check_backward(given["dy"], *weight)
-        else:
-            ops_module.check(given["x"], *weight, given["bias"], given["lora_a"], given["lora_b"], None)
+    x, *weight_and_adapter, dy = given.values()
+    match = f"{name} is on meta, the packed weight on cpu"
+    if name == "dy":
+        refuses(match, ops_module.check_backward, dy, *weight_and_adapter[:3])
+    else:
+        refuses(match, ops_module.check, x, *weight_and_adapter, None)
 
 
 @pytest.mark.parametrize(
-    ("rows", "stride", "copied"),
+    "rows,stride,copied",
     [(3, 64, False), (3, 96, False), (3, 0, True), (3, 16, True), (4, 2**29, True), (4, 2**29 - 8, False)],
 )
-def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied, monkeypatch):
+def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied):
     """x A^T counts in 32 bits; the copy engine takes no rows that overlap."""
     x = torch.empty_strided((rows, 64), (stride, 1), dtype=torch.bfloat16, device="meta")
     given = ops_module._rows_of(x)
     assert given.shape == x.shape and given.stride(0) == (64 if copied else stride)
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (3,), (32,), (64, 1), (64, 2), (0,)], ids=str)
-def test_a_global_scale_of_another_shape_is_refused(shape):
-    """(1, N) was read as the first row's for all, three as the first three rows' and what lies behind."""
-    packed, scale, gs = random_weight(64, 64)
-    weight, wrong = torch.randn(64, 64).bfloat16(), torch.rand(shape) + 1
-    calls = [
-        lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, wrong),
-        lambda: qerl_nvfp4.dequantize(packed, scale, wrong),
-        *(lambda rule=rule: qerl_nvfp4.quantize(weight, rule, wrong) for rule in reference.SCALE_RULES),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=rf"global_scale has {wrong.numel()} elements.* each of the 64 rows"):
-            call()
-    for right in (gs, gs.reshape(()), gs.reshape(1, 1), gs.expand(64)):
-        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, right), qerl_nvfp4.dequantize(packed, scale, gs))
-        assert torch.equal(qerl_nvfp4.quantize(weight, "rtn", right)[0], qerl_nvfp4.quantize(weight, "rtn", gs)[0])
-
-
 def test_an_adapter_of_rank_0_adds_nothing():
-    packed, scale, gs = random_weight(48, 64)
+    weight = random_weight(48, 64)
     x, a, b = torch.randn(3, 64).bfloat16(), torch.empty(0, 64).bfloat16(), torch.empty(48, 0).bfloat16()
-    y = qerl_nvfp4.linear(x, packed, scale, gs, None, a, b, (32, 16))
-    assert torch.equal(y, qerl_nvfp4.linear(x, packed, scale, gs))
-    with pytest.raises(ValueError, match=r"2 shards of rank 0 need \(0, 64\)"):
-        qerl_nvfp4.linear(x, packed, scale, gs, None, torch.empty(4, 64).bfloat16(), b, (32, 16))
-
-
-def test_a_wrong_out_is_refused_before_anything_is_written():
-    packed, scale, gs = random_weight(32, 64)
-    memory = torch.zeros(32, 64, dtype=torch.bfloat16)
-    for out in (memory[:16], memory.float(), memory.t()):
-        with pytest.raises(ValueError, match="out is"):
-            qerl_nvfp4.dequantize(packed, scale, gs, torch.bfloat16, out)
-    assert not memory.any()
+    assert torch.equal(qerl_nvfp4.linear(x, *weight, None, a, b, (32, 16)), qerl_nvfp4.linear(x, *weight))
 
 
 def test_a_gradient_that_would_be_lost_is_refused():
@@ -215,18 +191,18 @@ def test_a_gradient_that_would_be_lost_is_refused():
 
 
 def test_operators_have_correct_fakes():
-    packed, scale, gs = random_weight(32, 64)
-    x = torch.randn(3, 64, dtype=torch.bfloat16)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.linear.default, (x, packed, scale, gs), test_utils=checks)
-    torch.library.opcheck(
-        ops.linear_backward.default, (torch.randn(3, 32).bfloat16(), packed, scale, gs), test_utils=checks
-    )
-    torch.library.opcheck(ops.dequantize.default, (packed, scale, gs, torch.bfloat16), test_utils=checks)
-    torch.library.opcheck(ops.rms_norm.default, (x, torch.ones(64), 1e-6, x), test_utils=checks)
+    weight = random_weight(32, 64)
+    x, dy = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(3, 32, dtype=torch.bfloat16)
     strided = torch.randn(2, 5, 3, 64).bfloat16().transpose(1, 2)
-    torch.library.opcheck(ops.rms_norm.default, (strided, torch.ones(64), 1e-6), test_utils=checks)
-    torch.library.opcheck(ops.rms_norm.default, (strided.float(), torch.ones(64), 1e-6), test_utils=checks)
+    for operator, arguments in (
+        (ops.linear, (x, *weight)),
+        (ops.linear_backward, (dy, *weight)),
+        (ops.dequantize, (*weight, torch.bfloat16)),
+        (ops.rms_norm, (x, torch.ones(64), 1e-6, x)),
+        (ops.rms_norm, (strided, torch.ones(64), 1e-6)),
+        (ops.rms_norm, (strided.float(), torch.ones(64), 1e-6)),
+    ):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_torch_compile_sees_one_operator():

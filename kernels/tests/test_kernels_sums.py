@@ -6,17 +6,13 @@ import torch
 pytest.importorskip("triton")
 from qerl_nvfp4 import portable, sums
 
-ON = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not portable.INTERPRET, reason="interpreter")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+interpreted = pytest.param("cpu", marks=pytest.mark.skipif(not portable.INTERPRET, reason="interpreter"))
+on_each = pytest.mark.parametrize("device", [interpreted, pytest.param("cuda", marks=pytest.mark.gpu)])
+INTEGERS = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.int8}
 
 
 def sums_of(tensors, lanes):
     return sums.sums([sums.words_of(tensor) for tensor in tensors], lanes, tensors[0].device)
-
-
-INTEGERS = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.int8}
 
 
 @pytest.fixture
@@ -25,7 +21,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(sums, "PIECE", 1200)
 
 
-@pytest.mark.parametrize("device", ON)
+@on_each
 @pytest.mark.parametrize("lanes", INTEGERS)
 def test_sums_of_words(lanes, device, small_pieces):
     torch.manual_seed(lanes)
@@ -40,16 +36,16 @@ def test_sums_of_words(lanes, device, small_pieces):
     assert [a != b for a, b in zip(changed, expected, strict=True)] == [number == 5 for number in range(len(tensors))]
 
 
-def test_what_cannot_be_read_in_words():
+def test_tensors_that_cannot_be_read_in_words():
     for tensor in (torch.zeros(8, 8)[:, :4], torch.zeros(3), torch.zeros(9)[1:]):
         assert sums.words_of(tensor) is None
     assert sums.words_of(torch.zeros(10)[2:])[1] == 4 and sums.words_of(torch.zeros(0)) == (0, 0)
 
 
-@pytest.mark.parametrize("device", ON)
+@on_each
 @pytest.mark.parametrize("source", sums.EXPONENT, ids=str)
 @pytest.mark.parametrize("target", sums.EXPONENT, ids=str)
-def test_sums_of_what_is_rounded(source, target, device, small_pieces):
+def test_sums_of_rounded_values(source, target, device, small_pieces):
     torch.manual_seed(0)
     sizes = (1, 33, 1200, 0, 2500)
     tensors = [(torch.randn(size) * 10 ** torch.empty(size).uniform_(-9, 4)).to(source).to(device) for size in sizes]
@@ -66,25 +62,18 @@ def test_sums_of_what_is_rounded(source, target, device, small_pieces):
     assert (bad_now > 0).tolist() == [not f or number in (1, 4) for number, f in enumerate(finite)]
 
 
-@pytest.mark.parametrize("device", ON)
+@on_each
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_one_kernel_sums_what_is_rounded_whatever_its_number(count, device):
-    """Triton compiles a kernel apart for addresses that are multiples of 16: those of both results are, so that what
-    was compiled ahead is launched.
-    """
+def test_results_of_rounded_sums_are_aligned(count, device):
+    """Triton compiles a kernel apart for addresses that are multiples of 16: one was compiled ahead."""
     tensors = [torch.ones(3, device=device) for _ in range(count)]
-    found, bad = sums.rounded_sums(tensors, [1.0] * count, torch.bfloat16)
-    assert found.shape == bad.shape == (count,) and bad.tolist() == [0] * count
+    found, bad = sums.rounded_sums(tensors, [1.0] * (count - 1) + [float("inf")], torch.bfloat16)
     assert found.data_ptr() % 16 == bad.data_ptr() % 16 == 0
+    assert bad.tolist() == [0] * (count - 1) + [3], "an infinite factor is no NaN beyond the tensor"
+    assert found.tolist() == [3 * 0x3F80] * (count - 1) + [3 * 0x7F80]
 
 
-@pytest.mark.parametrize("device", ON)
-def test_a_factor_that_is_infinite_is_no_nan_beyond_the_tensor(device):
-    found, bad = sums.rounded_sums([torch.ones(3, device=device)], [float("inf")], torch.bfloat16)
-    assert bad.tolist() == [3] and found.tolist() == [3 * 0x7F80]
-
-
-@pytest.mark.parametrize("device", ON)
+@on_each
 @pytest.mark.parametrize("dtype", sums.EXPONENT, ids=str)
 def test_the_largest_magnitude(dtype, device, small_pieces):
     torch.manual_seed(0)
@@ -118,7 +107,7 @@ def placed(tensor: torch.Tensor, a: int, b: int, c: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-@pytest.mark.parametrize("device", ON)
+@on_each
 @pytest.mark.parametrize("dtype", [None, *sums.EXPONENT], ids=str)
 def test_sums_of_words_in_their_places(dtype, device, small_pieces):
     torch.manual_seed(0)
@@ -135,9 +124,7 @@ def test_sums_of_words_in_their_places(dtype, device, small_pieces):
 
 @pytest.mark.gpu
 def test_it_reads_at_the_speed_of_memory():
-    """An eighth of what any card for which it is made reads in a second; a wrong grid or a sum per element would be far
-    below.
-    """
+    """An eighth of the slowest card's; a wrong grid or a sum per element would be far below."""
     tensors = [torch.randint(0, 255, (2**26,), dtype=torch.uint8, device="cuda") for _ in range(16)]
     sums_of(tensors, 1)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -146,6 +133,4 @@ def test_it_reads_at_the_speed_of_memory():
         sums_of(tensors, 1)
     end.record()
     end.synchronize()
-    gigabytes_per_second = 5 * 2**30 / start.elapsed_time(end) / 1e6
-    print(f"{gigabytes_per_second:.0f} GB/s")
-    assert gigabytes_per_second > 100
+    assert 5 * 2**30 / start.elapsed_time(end) / 1e6 > 100, "GB/s"
