@@ -5,16 +5,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset
 from torch._dynamo.utils import counters
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig
 from tests.faults.tiny_runs import spread_reward
 from tests.tiny_models import make_tiny_model
-from tests.update.models import LORA, randomize
+from tests.update.models import LORA, PROMPTS, randomize
 
-#: few prompts, long and short, so that micro-batches share some of them
-PROMPTS = Dataset.from_dict({"prompt": ["say one ", "a longer prompt: say two ", "six ", "ten and eleven "] * 4})
 DEFAULTS = {
     "base_format": "bf16", "aqn": False, "padding_free": True, "use_cpu": True, "bf16": False,
     "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 2,
@@ -25,7 +22,7 @@ DEFAULTS = {
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, tiny_tokenizer):
-    """`make(family="qwen2", trainer_class=..., **arguments)`: a trainer in float32 that packs, with a random adapter."""
+    """`make(family="qwen2", **arguments)`: a trainer in float32 that packs, with a random adapter."""
     folders = {}
 
     def build(

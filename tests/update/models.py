@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
@@ -14,6 +15,8 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.tiny_models import make_tiny_model
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+#: few prompts, long and short, so that micro-batches share some of them
+PROMPTS = Dataset.from_dict({"prompt": ["say one ", "a longer prompt: say two ", "six ", "ten and eleven "] * 4})
 LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 #: relative difference of sums of some hundred float32 terms in another order
 REORDERED = 1e-5
@@ -33,6 +36,22 @@ def adapted(family: str = "qwen2", base: str = "packed", dtype=torch.float32, la
     model = get_peft_model(model, register_nvfp4_lora(LoraConfig(**options)))
     randomize(model)
     return model.train()
+
+
+def small(family: str = "qwen2", layers: int = 2, **options) -> nn.Module:
+    """A dense one with LoRA on two projections per layer, quick to compile."""
+    return adapted(family, "dense", layers=layers, target_modules=["o_proj", "down_proj"], **options)
+
+
+class Branching(nn.Module):
+    """A module that no compiler can make one graph of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.sum().item() > -1e9 else x
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Several micro-batches in one pass over the model: the same losses and gradients in fewer passes, and nothing lost."""
+"""Completions dealt to micro-batches, and several micro-batches in one pass with the same losses and gradients."""
 
 import dataclasses
 from functools import partial
@@ -6,18 +6,90 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from qerl_trl import QeRLRLOOTrainer
-from qerl_trl.update import attention
-from qerl_trl.update import compiled_layers as regional
-from qerl_trl.update.batches import TokenBudget
-from qerl_trl.update.compiled_layers import compile_layers
-from tests.test_trainer import adapter_of, assert_identical, logged
-from tests.update.test_packing import LOSSES, ON_GPU, counted, make  # noqa: F401
+from qerl_trl.update import attention, compiled_layers
+from qerl_trl.update.batches import LongestPass, TokenBudget, assign, deal
+from tests.faults.tiny_runs import logged
+from tests.update.models import adapter_of, assert_identical, forwards_of
+
+# --- dealing ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 5), st.data())
+def test_every_completion_is_dealt_once(size, count, data):
+    total = size * count
+    prompts = [(n,) * 3 for n in data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))]
+    lengths = data.draw(st.lists(st.integers(0, 50), min_size=total, max_size=total))
+    dealt = assign(prompts, lengths, size)
+    assert [len(lines) for lines in dealt] == [size] * count
+    assert sorted(line for lines in dealt for line in lines) == list(range(total))
+    assert dealt == assign(prompts, lengths, size)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16], ids=["half-a-group", "a-group", "two-groups"])
+def test_prompts_stay_together_and_tokens_are_balanced(size):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randn(64, generator=generator).mul(0.9).exp().mul(100).int().tolist()
+    prompts = [(n // 8,) * 40 for n in torch.randperm(64, generator=generator).tolist()]
+    dealt = assign(prompts, lengths, size)
+    used = [{prompts[line] for line in lines} for lines in dealt]
+    assert [len(mine) for mine in used] == [max(size // 8, 1)] * len(dealt)
+    completions = [sum(lengths[line] for line in lines) for lines in dealt]
+    loads = [40 * len(mine) + tokens for mine, tokens in zip(used, completions, strict=True)]
+    assert loads == sorted(loads, reverse=True)
+    if size == 4:  # both halves of a group, up to its longest completion
+        for prompt in set(prompts):
+            a, b = (tokens for mine, tokens in zip(used, completions, strict=True) if mine == {prompt})
+            assert abs(a - b) <= max(lengths[line] for line in range(64) if prompts[line] == prompt)
+
+
+def micro_batches(count, size):
+    def one(start):
+        line = torch.arange(start, start + size)
+        return {
+            "prompt_ids": line[:, None] % 3,
+            "prompt_mask": torch.ones_like(line)[:, None],
+            "completion_mask": torch.ones(size, 2).long(),
+            "advantages": line.float(),
+            "names": [str(int(n)) for n in line],
+            "num_items_in_batch": torch.tensor(7),
+        }
+
+    return [one(index * size) for index in range(count)]
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 4, 8])
+def test_a_completion_stays_in_its_optimizer_step(per_step):
+    before = micro_batches(4, 3)
+    after = deal(before, per_step)
+    window = min(per_step, 4)
+    for start in range(0, 4, window):
+        steps = (torch.cat([b["advantages"] for b in some[start : start + window]]) for some in (before, after))
+        assert torch.equal(*(lines.sort().values for lines in steps))
+    for batch in after:
+        assert [float(name) for name in batch["names"]] == batch["advantages"].tolist()
+        assert batch["num_items_in_batch"] == 7
+    moved = [not torch.equal(a["advantages"], b["advantages"]) for a, b in zip(before, after, strict=True)]
+    assert any(moved) == (per_step > 1)
+
+
+def test_unaligned_steps_and_pictures_are_not_dealt():
+    before = micro_batches(4, 3)
+    assert deal(before, 3) is before
+    pictures = [batch | {"num_images": [1] * 3} for batch in before]
+    assert deal(pictures, 4) is pictures
+
+
+# --- joint passes of a trainer ---------------------------------------------------------------------------------------
 
 RUN = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "optim": "sgd"}
 RUN |= {"learning_rate": 0.5}
+COMPARED = ("loss", "grad_norm", "reward", "entropy", "kl", "clip_ratio", "sampling/", "policy_loss")
 
 
 def planned_for(trainer, completion_length):
@@ -27,111 +99,79 @@ def planned_for(trainer, completion_length):
     return trainer
 
 
-def both(make, **options):  # noqa: F811
-    """The same run with a pass per micro-batch and with as few as a large plan allows, and the passes of each."""
+def both(make, **options):
+    """(trainer, forwards) of one run, with a pass per micro-batch and with joint passes."""
     runs = []
     for length in (1, 500):
-        trainer = planned_for(make(**{**RUN, **options}), length)
-        seen = counted(trainer, updates_only=True)
+        trainer = planned_for(make(**RUN | options), length)
+        seen = forwards_of(trainer)
         trainer.train()
         runs.append((trainer, seen))
     return runs
 
 
-def assert_the_same(runs):
-    (alone, _), (together, _) = runs
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo", "beta": 0.1},
+        {"loss_type": "bnpo"},
+        {"top_entropy_quantile": 0.5},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"steps_per_generation": 8, "max_steps": 4},
+        {"num_iterations": 2, "max_steps": 4},
+        {"gradient_checkpointing": True, "aqn": True, "aqn_sigma_start": 0.05},
+        {"trainer_class": QeRLRLOOTrainer},
+    ],
+    ids="-".join,
+)
+def test_joint_passes_give_the_same_run(make, options):
+    (alone, one_each), (together, joint) = both(make, **options)
+    assert len(joint) == len(one_each) / 4
     for entry, other in zip(alone.state.log_history, together.state.log_history, strict=True):
         assert entry.keys() == other.keys()
-        for key in entry:
-            if key.startswith(
-                ("loss", "grad_norm", "reward", "entropy", "kl", "clip_ratio", "sampling/", "policy_loss")
-            ):
-                assert other[key] == pytest.approx(entry[key], rel=1e-3, abs=1e-5), key
+        expected = {key: value for key, value in entry.items() if key.startswith(COMPARED)}
+        assert {key: other[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
     for name, value in adapter_of(together).items():
         torch.testing.assert_close(value, adapter_of(alone)[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_loss(make, loss_type):  # noqa: F811
-    runs = both(make, loss_type=loss_type)
-    assert_the_same(runs)
-    assert len(runs[0][1]) == 8 and len(runs[1][1]) == 2  # two steps of four micro-batches
+def compiling_reference(q, k, v, cu_q, cu_k, longest_q, longest_k, scaling=None, window=None):
+    """`attention.reference` in shapes independent of the segments, so that it compiles, as the GPU's kernel does."""
 
+    def places(rows, starts):
+        """Segment of each row, and the number of rows left in it."""
+        index = torch.arange(rows.shape[0])
+        segment = torch.bucketize(index, starts[1:].long(), right=True)
+        return segment, starts.long()[segment + 1] - index
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"beta": 0.1},
-        {"top_entropy_quantile": 0.5},
-        {"entropy_coef": 0.1},
-        {"use_adaptive_entropy": True, "entropy_coef": 0.1},
-        {"importance_sampling_level": "sequence"},
-        {"steps_per_generation": 8, "max_steps": 4},
-        {"num_iterations": 2, "max_steps": 4},
-        {"gradient_checkpointing": True},
-        {"aqn": True, "aqn_sigma_start": 0.05},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_every_option(make, options):  # noqa: F811
-    runs = both(make, **options)
-    assert_the_same(runs)
-    assert len(runs[1][1]) == len(runs[0][1]) / 4
-
-
-def test_rloo(make):  # noqa: F811
-    runs = both(make, trainer_class=QeRLRLOOTrainer)
-    assert_the_same(runs)
-    assert (len(runs[0][1]), len(runs[1][1])) == (8, 2)
-
-
-def test_resume_is_bit_exact(make):  # noqa: F811
-    options = {**RUN, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = planned_for(make(**options), 500)
-    whole.train()
-    resumed = planned_for(make(**{**options, "output_dir": whole.args.output_dir}), 500)
-    seen = counted(resumed, updates_only=True)
-    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    assert len(seen) == 2
-    assert_identical(adapter_of(resumed), adapter_of(whole))
-
-
-def masked(q, k, v, cu_q, cu_k, longest_q, longest_k, scaling=None, window=None):
-    """`attention.reference` in shapes that do not depend on the segments, so that it compiles, as the GPU's function does."""
-    (of_q, left_q), (of_k, left_k) = (_places(*sides) for sides in ((q, cu_q), (k, cu_k)))
+    (of_q, left_q), (of_k, left_k) = places(q, cu_q), places(k, cu_k)
     mask = (of_q[:, None] == of_k) & (left_k >= left_q[:, None])
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     out = nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scaling, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
-def _places(rows, starts):
-    """Of each row its segment, and how many rows of that are left."""
-    index = torch.arange(rows.shape[0], device=rows.device)
-    segment = torch.bucketize(index, starts[1:].long(), right=True)
-    return segment, starts.long()[segment + 1] - index
-
-
-def test_resume_is_bit_exact_with_all_of_it_together(make, monkeypatch):  # noqa: F811
-    """An NVFP4 base, packed rows, several micro-batches per pass, compiled layers that recompute inside, noise in the rollout, and no extra
-    forward for the old log-probabilities that its correction needs."""
-    options = {**RUN, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
+def test_resume_is_bit_exact_with_everything_on(make, monkeypatch):
+    """NVFP4, packed rows, joint passes, compiled layers that recompute inside, noise, no extra forward."""
+    options = RUN | {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
     options |= {"base_format": "nvfp4", "compile_layers": True, "gradient_checkpointing": True}
-    options |= {"aqn": True, "aqn_sigma_start": 0.1}
-    monkeypatch.setattr(attention, "reference", masked)
-    monkeypatch.setattr(regional, "compile_layers", partial(compile_layers, backend="eager"))
+    options |= {"aqn": True, "aqn_sigma_start": 0.1, "aqn_num_stages": 2}
+    monkeypatch.setattr(attention, "reference", compiling_reference)
+    eager = partial(compiled_layers.compile_layers, backend="eager")
+    monkeypatch.setattr(compiled_layers, "compile_layers", eager)
 
     def trained(checkpoint=None, **changed):
         torch._dynamo.reset()
-        trainer = planned_for(make(**options, **changed), 45)
-        seen, calls = counted(trainer, updates_only=True), []
+        trainer = planned_for(make(**options | changed), 45)
+        seen, calls = forwards_of(trainer), []
         layers = trainer._compiled.forwards
         for forward in layers:
             forward.module.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
         trainer.train(resume_from_checkpoint=checkpoint)
         steps = 1 if checkpoint else 2
         assert trainer._packing.on and trainer._passes.holds and logged(trainer, "aqn/sigma")[-1] > 0
-        assert steps < len(seen) < 4 * steps, "several passes, of several micro-batches"
+        assert steps < len(seen) < 4 * steps, "several passes of several micro-batches"
         assert [forward.recomputes for forward in layers] == [True, True, False] and not trainer._compiled.failed
         assert calls.count(True) == len(layers) * len(seen), "no layer's call is repeated"
         return trainer
@@ -143,92 +183,75 @@ def test_resume_is_bit_exact_with_all_of_it_together(make, monkeypatch):  # noqa
     assert_identical(adapter_of(resumed), adapter_of(whole))
 
 
-def test_no_pass_has_more_tokens_than_were_planned(make):  # noqa: F811
-    trainer = planned_for(make(**RUN), 30)
-    seen = counted(trainer, updates_only=True)
+@pytest.mark.parametrize("length", [30, 12], ids=["several-per-pass", "one-per-pass"])
+def test_no_pass_has_more_tokens_than_planned(make, length):
+    options = {} if length == 30 else {"generation_kwargs": {"min_new_tokens": 12}}
+    trainer = planned_for(make(**RUN, **options), length)
+    seen = forwards_of(trainer)
     trainer.train()
-    assert 2 < len(seen) < 8
+    assert 2 < len(seen) < 8 or length == 12
     assert max(tokens for _, tokens in seen) <= dataclasses.replace(trainer.memory_plan.work, packed=True).tokens
 
 
-def test_the_plan_of_a_real_run_bounds_it(make):  # noqa: F811
-    """Completions of the greatest length: a micro-batch each, as planned."""
-    trainer = make(**RUN, generation_kwargs={"min_new_tokens": 12})
-    seen = counted(trainer, updates_only=True)
-    trainer.train()
-    assert max(tokens for _, tokens in seen) <= dataclasses.replace(trainer.memory_plan.work, packed=True).tokens
-
-
-def test_a_shorter_step_at_the_end_of_an_epoch_is_computed_one_by_one(make):  # noqa: F811
+def test_a_shorter_step_at_the_end_of_an_epoch_has_a_pass_per_micro_batch(make):
     trainer = planned_for(make(**RUN), 500)
     trainer._packing.budget._is_short_step = lambda: True
-    seen = counted(trainer, updates_only=True)
+    seen = forwards_of(trainer)
     trainer.train()
     assert len(seen) == 8
 
 
-def test_a_loss_without_gradient_at_the_end_of_a_group_is_refused(make):  # noqa: F811
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("detached", "Micro-batches 0 to 3 are computed in one pass"),
+        ("other tokens once", "are not of its log-probabilities"),
+        ("other tokens always", None),
+    ],
+)
+def test_a_loss_without_the_joint_log_probabilities_is_refused_or_computed_alone(make, kind, error):
     trainer = planned_for(make(**RUN), 500)
-    compute, calls = trainer._compute_loss, []
+    compute, calls, seen, before = trainer._compute_loss, [], forwards_of(trainer), adapter_of(trainer)
 
-    def detached(model, inputs):
+    def changed(model, inputs):
+        calls.append(1)
+        if kind == "other tokens always" or (kind == "other tokens once" and len(calls) == 2):
+            inputs = {**inputs, "completion_ids": inputs["completion_ids"].roll(1, 0)}
         loss = compute(model, inputs)
-        calls.append(loss)
-        parameter = next(p for p in model.parameters() if p.requires_grad)
-        return loss if len(calls) < 4 else loss.detach() + 0.0 * parameter.sum()
+        if kind == "detached" and len(calls) == 4:
+            return loss.detach() + 0.0 * next(p for p in model.parameters() if p.requires_grad).sum()
+        return loss
 
-    trainer._compute_loss = detached
-    before = adapter_of(trainer)
-    with pytest.raises(RuntimeError, match="Micro-batches 0 to 3 are computed in one pass"):
+    trainer._compute_loss = changed
+    if error is None:
+        trainer.train()
+        assert len(seen) == 8
+        return
+    with pytest.raises(RuntimeError, match=error):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 
 
-def test_a_loss_of_other_tokens_is_refused(make):  # noqa: F811
-    trainer = planned_for(make(**RUN), 500)
-    compute, calls = trainer._compute_loss, []
-
-    def changed(model, inputs):
-        calls.append(0)
-        if len(calls) == 2:
-            inputs = {**inputs, "completion_ids": inputs["completion_ids"].roll(1, 0)}
-        return compute(model, inputs)
-
-    trainer._compute_loss = changed
-    with pytest.raises(RuntimeError, match="are not of its log-probabilities"):
-        trainer.train()
-
-
-def test_a_loss_that_always_takes_other_tokens_is_left_alone(make):  # noqa: F811
-    trainer = planned_for(make(**RUN), 500)
-    compute, seen = trainer._compute_loss, counted(trainer, updates_only=True)
-    trainer._compute_loss = lambda model, inputs: compute(
-        model, {**inputs, "completion_ids": inputs["completion_ids"].flip(0)}
-    )
-    trainer.train()
-    assert len(seen) == 8
-
-
-# --- groups ------------------------------------------------------------------------------------------------------------
+# --- groups ----------------------------------------------------------------------------------------------------------
 
 
 def batch(prompt, *lengths):
     """Completions of `lengths` tokens after a prompt of ten equal tokens."""
-    ids = torch.ones(len(lengths), 64, dtype=torch.long)
-    mask = torch.tensor([[1] * length + [0] * (64 - length) for length in lengths])
     return {
         "prompt_ids": torch.full((len(lengths), 10), prompt),
         "prompt_mask": torch.ones(len(lengths), 10, dtype=torch.long),
-        "completion_ids": ids,
-        "completion_mask": mask,
+        "completion_ids": torch.ones(len(lengths), 64, dtype=torch.long),
+        "completion_mask": (torch.arange(64) < torch.tensor(lengths)[:, None]).long(),
     }
 
 
-def budget_of(tokens, per_step, processes=1, others=()):
-    def gather(mine):
-        return torch.cat([mine, *[torch.tensor(other)[None] for other in others]])
+def budget_of(tokens, per_step, other=None):
+    """`other`: tokens and keys of each micro-batch of a second process."""
 
-    accelerator = SimpleNamespace(num_processes=processes, gather=gather, device="cpu")
+    def gather(mine):
+        return torch.cat([mine, torch.tensor(other)[None]])
+
+    accelerator = SimpleNamespace(num_processes=1 if other is None else 2, gather=gather, device="cpu")
     args = SimpleNamespace(gradient_accumulation_steps=per_step)
     budget = TokenBudget(SimpleNamespace(accelerator=accelerator, args=args))
     budget._limits = lambda: (tokens, 10 * tokens)
@@ -246,45 +269,81 @@ def test_micro_batches_of_one_prompt_come_together_and_are_shared():
     assert budget.plan(batches, share=False, free=True) and budget._groups == [(0, 0), (1, 2), (1, 2), (3, 3)]
 
 
-def test_no_group_crosses_an_optimizer_step():
-    budget = budget_of(10**6, 2)
-    budget.plan([batch(1, 5, 5)] * 6, share=True, free=True)
-    assert budget._groups == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
-    budget = budget_of(10**6, 4)
-    budget.plan([batch(1, 5, 5)] * 6, share=True, free=True)  # another rhythm than the rollouts'
-    assert budget._groups == [(index, index) for index in range(6)]
+ALONE = [(index, index) for index in range(6)]
 
 
-def test_processes_form_the_same_groups_and_leave_the_last_alone():
-    mine, other = [batch(1, 5, 5)] * 4, [[64, 64], [640, 640], [64, 64], [64, 64]]
-    budget = budget_of(256, 4, processes=2, others=[other])
-    budget.plan(mine, share=True, free=True)
-    assert budget._groups == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    budget = budget_of(256, 4, processes=2, others=[[[64, 64]] * 4])
-    budget.plan(mine, share=True, free=True)
-    assert budget._groups == [(0, 2), (0, 2), (0, 2), (3, 3)]
+@pytest.mark.parametrize(
+    ("tokens", "per_step", "count", "other", "groups"),
+    [
+        (10**6, 2, 6, None, [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]),
+        (10**6, 4, 6, None, ALONE),  # steps and rollouts do not align
+        (256, 4, 4, [[64, 64], [640, 640], [64, 64], [64, 64]], ALONE[:4]),
+        (256, 4, 4, [[64, 64]] * 4, [(0, 2), (0, 2), (0, 2), (3, 3)]),  # the last one exchanges gradients
+    ],
+    ids=["within-steps", "unaligned", "too-long-elsewhere", "two-processes"],
+)
+def test_groups_stay_in_a_step_and_are_those_of_all_processes(tokens, per_step, count, other, groups):
+    budget = budget_of(tokens, per_step, other)
+    budget.plan([batch(1, 5, 5)] * count, share=True, free=True)
+    assert budget._groups == groups
 
 
 def test_pictures_and_deepspeed_have_a_pass_each():
     budget = budget_of(10**6, 4)
     budget.plan([{**batch(1, 5), "pixel_values": torch.zeros(1)}] * 4, share=True, free=True)
-    assert budget._groups == [(index, index) for index in range(4)]
+    assert budget._groups == ALONE[:4]
     trainer = SimpleNamespace(memory_plan=object(), is_deepspeed_enabled=True)
     assert TokenBudget(trainer)._limits() is None
 
 
-# --- on a GPU ----------------------------------------------------------------------------------------------------------
+# --- the longest pass ------------------------------------------------------------------------------------------------
+
+
+def test_only_a_longer_pass_with_gradients_empties_the_cache(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    longest = LongestPass()
+
+    def empties(tokens, device="cuda"):
+        emptied.clear()
+        longest.begin(tokens, torch.device(device))
+        return bool(emptied)
+
+    assert empties(128) and not empties(128) and not empties(64) and empties(192)
+    with torch.no_grad():
+        assert not empties(256)
+    assert empties(256) and not empties(512, "cpu")
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_a_trainer_counts_the_tokens_of_each_update(make, padding_free):
+    trainer = make(padding_free=padding_free, max_steps=1)
+    assert trainer._packing.longest.tokens == 0, "its trials have no gradients"
+    computed = []
+
+    def seen(model, args, kwargs):
+        if torch.is_grad_enabled():
+            computed.append(kwargs["input_ids"].numel())
+            assert trainer._packing.longest.tokens == max(computed)
+
+    trainer.model.register_forward_pre_hook(seen, with_kwargs=True)
+    trainer.train()
+    assert computed
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("base_format", ["bf16", "nvfp4"])
-def test_compiled_layers_in_bfloat16(make, base_format, gradient_checkpointing):  # noqa: F811
-    options = {"base_format": base_format, "gradient_checkpointing": gradient_checkpointing, "max_steps": 1, **ON_GPU}
+def test_compiled_layers_in_bfloat16(make, base_format, gradient_checkpointing):
+    options = {"base_format": base_format, "gradient_checkpointing": gradient_checkpointing, "max_steps": 1}
+    options |= {"use_cpu": False, "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}
     (alone, one_each), (together, joint) = both(make, compile_layers=True, **options)
     assert (len(one_each), len(joint)) == (4, 1)
-    assert logged(alone, "reward") == logged(together, "reward")  # the same completions
-    start = adapter_of(make(**{**RUN, **options}))
+    assert logged(alone, "reward") == logged(together, "reward"), "the same completions"
+    start = adapter_of(make(**RUN | options))
     for name, value in adapter_of(alone).items():
         moved = (value - start[name]).norm()
         assert moved > 0 and (adapter_of(together)[name] - value).norm() < 0.1 * moved, name
