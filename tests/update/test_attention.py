@@ -1,4 +1,7 @@
-"""Attention over a packed row against attention query by query; on a GPU the kernel against the reference."""
+"""Attention over a packed row: unsupported layers, and on a GPU the kernel against the reference.
+
+The reference itself is compared with padded attention in test_packing.py.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from qerl_trl.update.attention import CannotPack, Segments, reference
 
 HEADS, GROUPS, SIZE = 4, 2, 32
 #: (earlier tokens of the row that it reads, own tokens) of each segment
-CASES = {"one": [(0, 7)], "two": [(0, 5), (0, 9)], "shared": [(0, 11), (6, 4), (6, 1), (0, 3)]}
+TWO = [(0, 5), (0, 9)]
 
 
 class Layer(nn.Module):
@@ -19,14 +22,12 @@ class Layer(nn.Module):
 
 
 def packed(case, dtype=torch.float32, device="cpu", heads=(HEADS, GROUPS), size=SIZE, longest=64):
-    """Random q (T, H, D), k and v (T, G, D) of a row, its [`Segments`], and (begin, tokens seen) of each segment."""
+    """Random q (T, H, D), k and v (T, G, D) of a row, and its [`Segments`]."""
     generator = torch.Generator().manual_seed(0)
-    starts_q, starts_k, keys, tokens = [0], [0], [], []
+    starts_q, starts_k, keys = [0], [0], []
     for before, own in case:
         begin = starts_q[-1]
-        seen = [*range(before), *range(begin, begin + own)]
-        keys += seen
-        tokens.append((begin, seen))
+        keys += [*range(before), *range(begin, begin + own)]
         starts_q.append(begin + own)
         starts_k.append(len(keys))
     total = starts_q[-1]
@@ -36,20 +37,7 @@ def packed(case, dtype=torch.float32, device="cpu", heads=(HEADS, GROUPS), size=
     )
     starts = (torch.tensor(starts, dtype=torch.int32, device=device) for starts in (starts_q, starts_k))
     index = torch.tensor(keys, device=device) if len(keys) > total else None
-    return q, k, v, Segments(*starts, longest, longest, index), tokens
-
-
-def by_hand(q, k, v, tokens, window=None):
-    """Scores and softmax of each query, one at a time."""
-    out = torch.zeros_like(q)
-    for begin, segment in tokens:
-        for place in range(segment.index(begin), len(segment)):
-            seen = segment[0 if window is None else max(0, place + 1 - window) : place + 1]
-            for head in range(HEADS):
-                group = head // (HEADS // GROUPS)
-                weights = (k[seen, group] @ q[segment[place], head] * SIZE**-0.5).softmax(0)
-                out[segment[place], head] = weights @ v[seen, group]
-    return out
+    return q, k, v, Segments(*starts, longest, longest, index)
 
 
 def through_the_interface(q, k, v, segments, **kwargs):
@@ -65,19 +53,6 @@ def registered():
     attention.register()
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_values_and_gradients(case, window):
-    q, k, v, segments, tokens = packed(case)
-    out = through_the_interface(q, k, v, segments, sliding_window=window)
-    expected = by_hand(q, k, v, tokens, window)
-    torch.testing.assert_close(out, expected)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad((out * weight).sum(), (q, k, v))
-    right = torch.autograd.grad((expected * weight).sum(), (q, k, v))
-    torch.testing.assert_close(found, right)
-
-
 def test_gradients_of_a_shared_key_are_added_in_float32():
     rows = torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     index = torch.zeros(300, dtype=torch.long)
@@ -85,20 +60,12 @@ def test_gradients_of_a_shared_key_are_added_in_float32():
     assert rows.grad[0].item() == 300  # bfloat16 counts to 256 only
 
 
-def test_without_segments_it_is_sdpa():
-    q, k, v, _, _ = packed(CASES["one"])
-    row = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    interface = AttentionInterface()
-    plain = interface["sdpa"](Layer(), *row, None, scaling=0.1)[0]
-    assert torch.equal(interface[attention.NAME](Layer(), *row, None, scaling=0.1)[0], plain)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"is_causal": False}, "causal"), ({"s_aux": torch.zeros(1)}, "s_aux"), ({"dropout": 0.1}, "attention_dropout")],
 )
 def test_unsupported_attention_is_refused(change, reason):
-    q, k, v, segments, _ = packed(CASES["two"])
+    q, k, v, segments = packed(TWO)
     with pytest.raises(CannotPack, match=reason):
         through_the_interface(q, k, v, segments, **change)
 
@@ -108,7 +75,7 @@ def test_grouped_heads_are_not_repeated(monkeypatch, flag):
     given = {}
     monkeypatch.setattr(attention, "_TAKES_GROUPS", flag)
     monkeypatch.setattr(attention, "varlen_attn", lambda q, k, v, *_, **options: given.update(options, k=k, v=v) or q)
-    q, k, v, segments, _ = packed(CASES["two"], torch.bfloat16, heads=(4, 2))
+    q, k, v, segments = packed(TWO, torch.bfloat16, heads=(4, 2))
     attention._varlen(q, k, v, *segments[:4])
     assert torch.equal(given["k"], k) and torch.equal(given["v"], v) and given.get("enable_gqa", False) is flag
 
@@ -122,7 +89,7 @@ def test_grouped_heads_are_not_repeated(monkeypatch, flag):
 )
 def test_the_kernel_computes_the_reference(case, window, size, heads):
     assert attention.fast_kernel_is_missing(torch.device("cuda", 0)) is None
-    q, k, v, segments, _ = packed(case, torch.bfloat16, "cuda", heads, size, longest=768)
+    q, k, v, segments = packed(case, torch.bfloat16, "cuda", heads, size, longest=768)
     out = through_the_interface(q, k, v, segments, sliding_window=window)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     index = segments.packed_keys
@@ -148,7 +115,7 @@ def test_compiled_with_changing_shapes():
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(through_the_kernel, dynamic=True, backend=counter)
     for case in ([(0, 70), (0, 33)], [(0, 90), (0, 21), (0, 64)], [(0, 130), (0, 200), (0, 2), (0, 5)]):
-        q, k, v, segments, _ = packed(case, torch.bfloat16, "cuda", longest=256)
+        q, k, v, segments = packed(case, torch.bfloat16, "cuda", longest=256)
         out = compiled(q, k, v, segments)
         torch.testing.assert_close(out, through_the_kernel(q, k, v, segments), rtol=2e-2, atol=2e-2)
         out.sum().backward()

@@ -78,11 +78,10 @@ def test_a_completion_stays_in_its_optimizer_step(per_step):
     assert any(moved) == (per_step > 1)
 
 
-def test_unaligned_steps_and_pictures_are_not_dealt():
-    before = micro_batches(4, 3)
-    assert deal(before, 3) is before
-    pictures = [batch | {"num_images": [1] * 3} for batch in before]
-    assert deal(pictures, 4) is pictures
+@pytest.mark.parametrize(("per_step", "more"), [(3, {}), (4, {"num_images": [1] * 3})], ids=["unaligned", "pictures"])
+def test_unaligned_steps_and_pictures_are_not_dealt(per_step, more):
+    before = [batch | more for batch in micro_batches(4, 3)]
+    assert deal(before, per_step) is before
 
 
 # --- joint passes of a trainer ---------------------------------------------------------------------------------------
@@ -193,24 +192,19 @@ def test_no_pass_has_more_tokens_than_planned(make, length):
     assert max(tokens for _, tokens in seen) <= dataclasses.replace(trainer.memory_plan.work, packed=True).tokens
 
 
-def test_a_shorter_step_at_the_end_of_an_epoch_has_a_pass_per_micro_batch(make):
-    trainer = planned_for(make(**RUN), 500)
-    trainer._packing.budget._is_short_step = lambda: True
-    seen = forwards_of(trainer)
-    trainer.train()
-    assert len(seen) == 8
-
-
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
         ("detached", "Micro-batches 0 to 3 are computed in one pass"),
         ("other tokens once", "are not of its log-probabilities"),
         ("other tokens always", None),
+        ("a short step", None),  # at the end of an epoch
     ],
 )
-def test_a_loss_without_the_joint_log_probabilities_is_refused_or_computed_alone(make, kind, error):
+def test_a_step_without_the_joint_log_probabilities_is_refused_or_computed_alone(make, kind, error):
     trainer = planned_for(make(**RUN), 500)
+    if kind == "a short step":
+        trainer._packing.budget._is_short_step = lambda: True
     compute, calls, seen, before = trainer._compute_loss, [], forwards_of(trainer), adapter_of(trainer)
 
     def changed(model, inputs):
@@ -316,19 +310,12 @@ def test_only_a_longer_pass_with_gradients_empties_the_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("padding_free", [True, False])
-def test_a_trainer_counts_the_tokens_of_each_update(make, padding_free):
+def test_a_trainer_counts_the_tokens_of_its_longest_update(make, padding_free):
     trainer = make(padding_free=padding_free, max_steps=1)
     assert trainer._packing.longest.tokens == 0, "its trials have no gradients"
-    computed = []
-
-    def seen(model, args, kwargs):
-        if torch.is_grad_enabled():
-            computed.append(kwargs["input_ids"].numel())
-            assert trainer._packing.longest.tokens == max(computed)
-
-    trainer.model.register_forward_pre_hook(seen, with_kwargs=True)
+    seen = forwards_of(trainer)
     trainer.train()
-    assert computed
+    assert trainer._packing.longest.tokens == max(rows * tokens for rows, tokens in seen) > 0
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

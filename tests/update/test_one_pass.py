@@ -127,10 +127,7 @@ def test_otherwise_old_log_probabilities_are_trls(make, monkeypatch, options, co
 
 
 def test_rloo_with_a_kl_penalty_needs_them_for_the_reward(make):
-    trainer = make(trainer_class=QeRLRLOOTrainer, **ONE_STEP, beta=0.1)
-    assert not trainer._passes.holds
-    trainer.train()
-    assert math.isfinite(logged(trainer, "loss")[0])
+    assert not make(trainer_class=QeRLRLOOTrainer, **ONE_STEP, beta=0.1)._passes.holds
 
 
 def test_tokens_of_tools_and_environments(make, monkeypatch):
