@@ -28,8 +28,6 @@ from tests.update.models import saved_bytes
 SIZES = {"3b": THREE_B, "7b": SEVEN_B, "14b": FOURTEEN_B, "32b": THIRTY_TWO_B, "70b": SEVENTY_B}
 WORK = Workload(batch=2, prompt_length=16, completion_length=32, completions=4, lora_rank=4, padded=False)
 
-# --- counts of tiny models -------------------------------------------------------------------------------------------
-
 
 def policy_of(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NVFP4Config(), dtype="bfloat16")
@@ -138,8 +136,6 @@ def test_optimizer_state_follows_the_optimizer(optimizer, per_parameter):
     assert formulas.optimizer_bytes("adamw_torch_fused", half) == 4 * 10**6
 
 
-# --- measured on a GPU -----------------------------------------------------------------------------------------------
-
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
@@ -222,9 +218,6 @@ def test_a_packed_update_measured_on_a_gpu_is_planned(name, longest, tokens, key
     assert (work.tokens, work.keys) == (tokens, keys)
     planned = stays + formulas.update_bytes(shape, work)
     assert bounds[0] <= planned / GIB / measured["allocated_gib"] <= bounds[1]
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch", "generations"), [(4, 8), (8, 8), (16, 8), (64, 8), (6, 1), (1, 8), (6, 4)])

@@ -39,9 +39,6 @@ def forwards_in_updates(trainer) -> list[int]:
     return calls
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
-
-
 def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer, monkeypatch):
     prompts = Dataset.from_dict({"prompt": ["a", "a prompt of some length", "b"]})
     trainer = make_trainer(dataset=prompts, gradient_accumulation_steps=2, gradient_checkpointing=None)
@@ -112,9 +109,6 @@ def test_a_new_plan_of_updates_keeps_the_steps_of_the_engine(make_trainer):
     assert trainer.memory_plan.work.step_tokens == MAX_BATCHED_TOKENS and not trainer.memory_plan.work.packed
 
 
-# --- recomputation ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])
 def test_the_last_layers_keep_their_activations_with_the_same_result(make_trainer, kept):
     """With 3 of 2 layers to keep, none is. TRL switches checkpointing off and on for the noise's scoring pass."""
@@ -127,15 +121,6 @@ def test_the_last_layers_keep_their_activations_with_the_same_result(make_traine
     assert [calls.count(layer) for layer in (0, 1)] == {0: [4, 4], 1: [4, 2], 2: [2, 2], 3: [4, 4]}[kept]
     assert_identical(adapter_of(trainer), adapter_of(all_recomputed))
     assert logged(trainer, "loss") == logged(all_recomputed, "loss")
-
-
-@pytest.mark.parametrize(("given", "computed"), [(True, 4), (False, 2)])
-def test_an_explicit_setting_is_kept(make_trainer, given, computed):
-    trainer = make_trainer(gradient_checkpointing=given)
-    assert trainer.memory_plan.work.gradient_checkpointing is given
-    calls = forwards_in_updates(trainer)
-    trainer.train()
-    assert calls.count(0) == computed
 
 
 @pytest.mark.parametrize(

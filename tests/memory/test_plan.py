@@ -19,9 +19,6 @@ def plan(gib: float | None = 80, **changes):
     return plan_run(SHAPE, dataclasses.replace(WORK, **changes), None if gib is None else Gpu.of_gib(gib))
 
 
-# --- the KV cache ----------------------------------------------------------------------------------------------------
-
-
 def test_the_cache_is_for_all_sequences_and_no_larger():
     made = plan(141)
     assert made.kv_bytes == made.kv_wanted == engine_kv_bytes(SHAPE, WORK, 64)
@@ -111,8 +108,6 @@ def test_an_engine_gets_the_planned_arguments_or_does_not_start():
         generation.memory_arguments(engine)
 
 
-# --- proposed settings -----------------------------------------------------------------------------------------------
-
 NAMES = {"vllm_enable_sleep_mode": "sleep", "per_device_train_batch_size": "batch", "optim": "optimizer"}
 NAMES |= {"max_completion_length": "completion_length"}
 
@@ -157,9 +152,6 @@ LEAST = dataclasses.replace(WORK, batch=1, sleep=True)
 def test_out_of_memory_proposes_the_cheapest_setting(work, missing, proposed):
     made = plan_run(SHAPE, work, Gpu.of_gib(80))
     assert relief(made, SHAPE, predicted_bytes(SHAPE, made.work), "update", missing) == (proposed,)
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 MORE = {"batch": 16, "completion_length": 4096, "prompt_length": 4096, "lora_rank": 128, "completions": 256}
@@ -246,9 +238,6 @@ def test_the_table_adds_up_and_is_readable():
     assert sum(float(row[-2]) for row in rows) == pytest.approx(made.update / GIB, abs=0.1)
     assert sum(float(row[-1]) for row in rows) == pytest.approx(made.rollout / GIB, abs=0.1)
     assert max(map(len, table.splitlines()[:-1])) < 90
-
-
-# --- cards -----------------------------------------------------------------------------------------------------------
 
 
 NAMED = [("4090", 24), ("NVIDIA GeForce RTX 4090", 24), ("NVIDIA H100 80GB HBM3", 80), ("NVIDIA H100 PCIe", 80)]

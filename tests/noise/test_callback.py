@@ -144,9 +144,6 @@ class Bracketing(GRPOTrainer):
             return super()._generate(prompts)
 
 
-# --- scope -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, Bracketing], ids=["alone", "bracketing"])
 def test_noise_acts_in_generation_and_by_scope_in_training(trainer_for, scope, trainer_class):
@@ -236,9 +233,6 @@ def test_rloo_alone(trainer_for):
     assert logged(trainer, "aqn/sigma") == [sigma_at(step) for step in range(STEPS)]
 
 
-# --- generation() ----------------------------------------------------------------------------------------------------
-
-
 def test_an_engine_gets_the_draw_and_the_model_stays_clean(trainer_for):
     """In evaluation, also after training, the draw has sigma 0."""
     seen = []
@@ -304,9 +298,6 @@ def test_from_args_takes_every_field():
     assert (callback.scope, callback.seed, callback.explicit, callback.engine) == ("policy", 11, True, True)
 
 
-# --- bits: sigma 0, save, resume -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, Bracketing], ids=["alone", "bracketing"])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_sigma_0_is_the_run_without_the_callback(trainer_for, scope, trainer_class):
@@ -349,9 +340,6 @@ def test_entropy_target_follows_the_logged_entropy(trainer_for):
 def test_entropy_target_without_a_logged_entropy_is_refused(trainer_for):
     with pytest.raises(RuntimeError, match=r"'rollout/entropy', which this run does not log.*aqn_scope='policy'"):
         trainer_for(AQNCallback("entropy_target", entropy_target=4.0)).train()
-
-
-# --- logs ------------------------------------------------------------------------------------------------------------
 
 
 def test_logged_in_the_history_and_in_the_checkpoint(trainer_for):
@@ -400,9 +388,6 @@ def test_reporting_integrations_see_the_values_after_log_first(trainer_for, firs
     assert seen == [first] * STEPS + [False]  # the last line is the summary of the run
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", ["use_vllm", "use_transformers_continuous_batching"])
 def test_rollouts_out_of_reach_are_refused_before_training(option):
     args = SimpleNamespace(**{"use_vllm": False, "use_transformers_continuous_batching": False, option: True})
@@ -412,11 +397,6 @@ def test_rollouts_out_of_reach_are_refused_before_training(option):
     callback.explicit = True
     if option == "use_vllm":
         callback.on_init_end(args, None, None)
-
-
-def test_two_callbacks_in_one_trainer_are_refused(trainer_for):
-    with pytest.raises(ValueError, match="already carries"):
-        trainer_for(AQNCallback(), AQNCallback()).train()
 
 
 def test_a_trainer_that_never_generates_is_an_error(tmp_path):
@@ -432,9 +412,6 @@ def test_a_trainer_that_never_generates_is_an_error(tmp_path):
 def test_an_unknown_scope_is_refused():
     with pytest.raises(ValueError, match="scope='train' is not one of"):
         AQNCallback(scope="train")
-
-
-# --- hooks -----------------------------------------------------------------------------------------------------------
 
 
 def our_hooks(model) -> list[str]:

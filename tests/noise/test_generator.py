@@ -65,38 +65,15 @@ def test_unit_normal_and_independent_of_each_part_of_the_key():
     n = 400_000
     keys = [(0, 0, 0, "a"), (1, 0, 0, "a"), (0, 1, 0, "a"), (0, 0, 1, "a"), (0, 0, 0, "b"), (0, 11, 0, "a")]
     z = torch.stack([standard_noise(*key, n) for key in keys]).double()
-    assert z.mean(1).abs().max() < 5 / math.sqrt(n)
-    assert (z.std(1) - 1).abs().max() < 5 / math.sqrt(2 * n)
-    assert z.pow(3).mean(1).abs().max() < 5 * math.sqrt(15 / n)
-    assert (z.pow(4).mean(1) - 3).abs().max() < 5 * math.sqrt(96 / n)
+    for power, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert (z.pow(power).mean(1) - expected).abs().max() < 5 * math.sqrt(variance / n)
     for values in (z, z.square()):
         correlation = torch.corrcoef(values) - torch.eye(len(keys), dtype=torch.float64)
         assert correlation.abs().max() < 5 / math.sqrt(n)
-
-
-def test_distribution_is_normal_everywhere():
-    """Kolmogorov-Smirnov over a million values, and the tails, which it hardly weighs."""
-    n = 1_000_000
-    z = standard_noise(5, 6, 7, "norm", n).double().sort().values
-    cdf = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
+    # Kolmogorov-Smirnov: 1 in 1000 sound generators is above
+    cdf = 0.5 * (1 + torch.erf(z[0].sort().values / math.sqrt(2)))
     places = torch.arange(n, dtype=torch.float64) / n
-    # 1 in 1000 sound generators is above
     assert max((cdf - places).max(), (places + 1 / n - cdf).max()) < 1.95 / math.sqrt(n)
-    for limit in (2, 3, 4):
-        expected = n * 2 * (1 - NormalDist().cdf(limit))
-        assert abs((z.abs() > limit).sum().item() - expected) < 5 * math.sqrt(expected)
-
-
-def test_neighbours_within_a_norm_and_steps_of_a_run_are_independent():
-    n = 400_000
-    z = standard_noise(0, 0, 0, "a", n).double()
-    for lag in (1, 2, 3, 4):
-        assert abs((z[lag:] * z[:-lag]).mean()) < 5 / math.sqrt(n)
-        assert abs(((z[lag:] ** 2 - 1) * (z[:-lag] ** 2 - 1)).mean()) < 5 * 2 / math.sqrt(n)
-    steps = torch.stack([standard_noise(0, step, 0, "a", 512) for step in range(200)]).double()
-    correlation = torch.corrcoef(steps) - torch.eye(200, dtype=torch.float64)
-    assert correlation.abs().max() < 6 / math.sqrt(512)  # 20000 pairs
-    assert abs(correlation.square().sum() / (200 * 199) * 512 - 1) < 0.05
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [1, 2, 3, 4, 5], [7], [128, 64, 128]], ids=str)

@@ -53,9 +53,6 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(input_ids=IDS, use_cache=False).logits
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_noise_written_into_the_weights(family, noisy):
     model = make_tiny_model(family, dtype=torch.float32)
@@ -119,19 +116,6 @@ def test_norms_of_torch(kind, keyword, dtype):
     assert noise.sigma_effective() == pytest.approx(1e-3, rel=0.2)
     assert {parameter.dtype for parameter in norm.parameters()} == {dtype}
     noise.remove()
-
-
-# --- clean when it is off ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sigma_0_is_no_noise_bit_for_bit(dtype, noisy):
-    model = make_tiny_model("qwen2", dtype=dtype)
-    clean = logits(model)
-    noise = noisy(model, NoiseDraw(0.0, 1, 2, 3))
-    with noise.active():
-        assert torch.equal(logits(model), clean)
-    assert (noise.sigma_effective(), noise.landed) == (0.0, 0)
 
 
 def test_state_dict_is_clean_while_active(noisy):
@@ -215,9 +199,6 @@ def test_two_noises_on_one_norm_are_refused_until_one_is_removed():
     NormNoise(find_noisy_norms(model)).remove()
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
-
-
 def adapted(trained_norms: bool) -> nn.Module:
     """LoRA on every linear layer with B != 0, in training mode, norms trainable if asked."""
     torch.manual_seed(0)
@@ -259,9 +240,6 @@ def test_a_trained_norm_sees_its_own_updates(noisy):
         gradients(model)
         optimizer.step()
         assert torch.equal(logits(model), logits(written(model)))
-
-
-# --- wrappers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])

@@ -111,19 +111,15 @@ def test_entropy_target_reads_its_own_metric_up_to_the_step_from_a_saved_history
 @pytest.mark.parametrize(
     ("name", "options", "value"),
     [
-        ("exponential", {"sigma_start": -1e-3}, "-0.001"),
         ("linear", {"sigma_start": math.nan}, "nan"),
         ("linear", {"sigma_end": math.inf}, "inf"),
         ("cosine", {"sigma_start": "1e-2"}, "'1e-2'"),
-        ("exponential", {"sigma_end": 0.0}, "sigma_end=0"),
-        ("exponential", {"num_stages": 1}, "num_stages=1"),
         ("exponential", {"num_stages": 2.5}, "2.5"),
-        ("entropy_target", {}, "None"),
         ("entropy_target", {"entropy_target": -0.5}, "-0.5"),
         ("entropy_target", {"sigma_end": 0.0, "entropy_target": 1.0}, "sigma_end=0.0"),
-        ("linear", {"entropy_target": 1.0}, "entropy_target=1.0"),
     ],
 )
 def test_impossible_values_are_refused_by_value(name, options, value):
+    """More of them: tests/faults/test_r3_configuration.py."""
     with pytest.raises(ValueError, match=re.escape(value)):
         make_schedule(name, **options)

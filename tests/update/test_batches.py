@@ -16,8 +16,6 @@ from qerl_trl.update.batches import LongestPass, TokenBudget, assign, deal
 from tests.faults.tiny_runs import logged
 from tests.update.models import adapter_of, assert_identical, forwards_of
 
-# --- dealing ---------------------------------------------------------------------------------------------------------
-
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
@@ -83,8 +81,6 @@ def test_unaligned_steps_and_pictures_are_not_dealt(per_step, more):
     before = [batch | more for batch in micro_batches(4, 3)]
     assert deal(before, per_step) is before
 
-
-# --- joint passes of a trainer ---------------------------------------------------------------------------------------
 
 RUN = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "optim": "sgd"}
 RUN |= {"learning_rate": 0.5}
@@ -226,9 +222,6 @@ def test_a_step_without_the_joint_log_probabilities_is_refused_or_computed_alone
     assert_identical(adapter_of(trainer), before)
 
 
-# --- groups ----------------------------------------------------------------------------------------------------------
-
-
 def batch(prompt, *lengths):
     """Completions of `lengths` tokens after a prompt of ten equal tokens."""
     return {
@@ -290,9 +283,6 @@ def test_pictures_and_deepspeed_have_a_pass_each():
     assert TokenBudget(trainer)._limits() is None
 
 
-# --- the longest pass ------------------------------------------------------------------------------------------------
-
-
 def test_only_a_longer_pass_with_gradients_empties_the_cache(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
@@ -316,9 +306,6 @@ def test_a_trainer_counts_the_tokens_of_its_longest_update(make, padding_free):
     seen = forwards_of(trainer)
     trainer.train()
     assert trainer._packing.longest.tokens == max(rows * tokens for rows, tokens in seen) > 0
-
-
-# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -275,9 +275,6 @@ def test_of_two_processes_one_compiles(tmp_path, monkeypatch):
     assert sorted(outcome.answer for outcome in on_ranks(2, work, 300)) == [(0, 4, 2), (4, 0, 2)]
 
 
-# --- the trainer -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def trainer_of(tiny_model_dir, tiny_tokenizer, tmp_path):
     return partial(TinyRuns(tiny_model_dir("qwen2"), tiny_tokenizer).trainer, tmp_path / "run")

@@ -45,9 +45,6 @@ def both(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     return found, update(model, TOKENS)
 
 
-# --- values and gradients --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_peft(family, base):
@@ -148,9 +145,6 @@ def test_outputs_may_be_changed_in_place():
     torch.testing.assert_close(*found)
 
 
-# --- costs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("checkpointing", "passes"), [(False, 2), (True, 3)], ids=["kept", "checkpointed"])
 def test_a_weight_is_decoded_once_per_pass(monkeypatch, checkpointing, passes):
     model = adapted()
@@ -179,9 +173,6 @@ def test_saved_for_backward_are_x_once_per_group_and_x_a(base, names):
     outputs = []
     saved = saved_bytes(model, lambda: outputs.extend(getattr(part, name)(x) for name in names))
     assert saved == 4 * 40 * (128 + len(names) * 8)
-
-
-# --- PEFT stays the owner --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -309,9 +300,6 @@ def test_names_files_and_copies_are_pefts(tmp_path):
     assert not [m for m in model.modules() if isinstance(m, lora_linear._Fused) or "fused_group" in vars(m)]
 
 
-# --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize("tokens", [20, 200], ids=["few", "many"])
@@ -329,9 +317,6 @@ def test_on_the_gpu_as_on_the_cpu(base, tokens, backend):
         compile_layers(model, backend=backend)
     results = [{name: tensor.cpu() for name, tensor in each.items()} for each in (update(model, given, True), peft)]
     assert distance(results[0], truth) < 2 * distance(results[1], truth)
-
-
-# --- in a trainer ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
