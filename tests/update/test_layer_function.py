@@ -14,7 +14,6 @@ from qerl_trl.noise.hooks import NoiseDraw, NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.update import layer_function, lora_linear
 from qerl_trl.update.compiled_layers import CompiledLayers, compile_layers
-from tests.tiny_models import FAMILIES
 from tests.update.models import (
     REORDERED,
     Branching,
@@ -57,7 +56,10 @@ def warnings_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == layer_function.__name__]
 
 
-@pytest.mark.parametrize(("family", "base"), [*((family, "packed") for family in FAMILIES), ("qwen2", "dense")])
+@pytest.mark.parametrize(
+    ("family", "base"),
+    [("qwen2", "packed"), ("qwen3", "packed"), ("gemma3", "packed"), ("phi3", "packed"), ("qwen2", "dense")],
+)
 def test_gradients_are_those_of_eager(family, base, caplog):
     """LoRA on all linear layers, computed in groups as the trainer does, against PEFT's own in eager mode."""
     model = adapted(family, base, layers=2 if family.startswith("gemma") else 1)  # Gemma's are of two kinds
@@ -127,7 +129,8 @@ def test_an_eager_layer_has_a_checkpoint_around_it(kind, caplog):
     compiled = recomputing(model)
     assert distance(update(model, UNPADDED), expected) == 0
     assert kept_bytes(model) < kept / 3
-    assert compiled.failed is (kind == "branch") and len(warnings_of(caplog)) == compiled.failed
+    assert compiled.failed is (kind == "branch")
+    assert not compiled.failed or "runs in eager mode" in warnings_of(caplog)[-1]
 
 
 def test_a_layer_with_dropout_has_a_checkpoint_around_it(caplog):

@@ -204,11 +204,13 @@ def test_a_run_is_the_padded_run(make, tmp_path, case):
         model.save_pretrained(tmp_path / "m")
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         options, bound = {"model": tmp_path / "m", "peft_config": adapter}, 1e-3
-    runs = [make(padding_free=on, optim="sgd", learning_rate=0.5, **RUN, **options) for on in (False, True)]
-    start = adapter_of(runs[0])
-    for one in runs:
+    runs = []
+    for padding_free in (False, True):
+        one = make(padding_free=padding_free, optim="sgd", learning_rate=0.5, **RUN, **options)
         assert (one.memory_plan.work.generations == 1) is (case == "experts"), "each completion has its own prompt"
+        start = adapter_of(one)
         one.train()
+        runs.append(one)
     padded, packed = runs
     assert packed._packing.on and not padded._packing.on
     assert logged(packed, "reward") == logged(padded, "reward")
