@@ -40,7 +40,8 @@ def adapted(family: str = "qwen2", base: str = "packed", dtype=torch.float32, la
 
 def small(family: str = "qwen2", layers: int = 2, **options) -> nn.Module:
     """A dense one with LoRA on two projections per layer, quick to compile."""
-    return adapted(family, "dense", layers=layers, target_modules=["o_proj", "down_proj"], **options)
+    options = {"target_modules": ["o_proj", "down_proj"], "task_type": None, **options}
+    return adapted(family, "dense", layers=layers, **options)
 
 
 class Branching(nn.Module):
