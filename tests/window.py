@@ -27,7 +27,7 @@ WITHOUT_VLLM = (
     "tests/test_base_identity.py",
     "tests/test_trainer.py",
     "tests/test_publishing.py",
-    "tests/update/test_recompute.py",
+    "tests/memory/test_of_trainer.py",
     "tests/nvfp4",
     "tests/publish",
 )

@@ -1,6 +1,5 @@
-"""AQNCallback in real trainers: alone in TRL's, and where a trainer brackets its rollouts; where it acts, where it must not, and resume."""
+"""AQNCallback in TRL's trainers, alone and with rollouts in `generation()`: scope, clean forwards, resume, logs."""
 
-import contextlib
 import json
 import math
 from pathlib import Path
@@ -10,10 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.cache_utils import DynamicCache
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -35,37 +32,17 @@ def parity_reward(completion_ids, **kwargs):
     return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    symbols = ["<pad>", "<eos>", *"0123456789+="]
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)} | {f"<{i}>": i for i in range(len(symbols), 320)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
 @pytest.fixture
-def trainer_for(tokenizer, tmp_path):
+def trainer_for(tiny_tokenizer, tmp_path):
     """`trainer_for(callback, ...)`: a GRPO trainer on a tiny random fp32 Qwen2; the same every time."""
 
-    def build(
-        *callbacks, trainer_class=GRPOTrainer, config_class=GRPOConfig, peft_config=None, folder="run", **settings
-    ):
+    def build(*callbacks, trainer_class=GRPOTrainer, config_class=GRPOConfig, peft_config=None, **settings):
         defaults = {
-            "output_dir": str(tmp_path / folder),
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": STEPS,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "seed": 1,
+            "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "num_generations": 4,
+            "max_completion_length": 6, "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1,
+            "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False, "seed": 1,
             "disable_tqdm": True,
-        }
+        }  # fmt: skip
         rows = Dataset.from_dict({"prompt": [f"{i}+{i + 1}=" for i in range(16)]})
         return trainer_class(
             make_tiny_model("qwen2", dtype=torch.float32),
@@ -73,7 +50,7 @@ def trainer_for(tokenizer, tmp_path):
             args=config_class(**{**defaults, **settings}),
             train_dataset=rows,
             eval_dataset=rows.select(range(4)),
-            processing_class=tokenizer,
+            processing_class=tiny_tokenizer,
             peft_config=peft_config,
             callbacks=list(callbacks),
         )
@@ -102,27 +79,30 @@ class Recorder:
 
 @torch.no_grad()
 def reference(draw: NoiseDraw | None = None) -> nn.Module:
-    """The model that `trainer_for` starts from, untouched by TRL, with the noise of `draw` written into its norm weights.
+    """The model that `trainer_for` starts from, with the noise of `draw` written into its norm weights.
 
-    (A deepcopy of a trainer's model will not do: TRL replaces `forward` on the instance, and the copy's runs the original.)
+    No deepcopy of a trainer's model: TRL replaces its `forward`, and that of the copy would run the original.
     """
     model = make_tiny_model("qwen2", dtype=torch.float32)
-    norms = find_noisy_norms(model)
-    if draw is not None:
-        for name, norm in norms.items():
-            unit = standard_noise(draw.seed, draw.step, draw.generation, name, norm.weight.numel())
-            norm.weight.add_(unit * draw.sigma)
+    for name, norm in find_noisy_norms(model).items() if draw is not None else ():
+        unit = standard_noise(draw.seed, draw.step, draw.generation, name, norm.weight.numel())
+        norm.weight.add_(unit * draw.sigma)
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs",))
     return model
 
 
 @torch.no_grad()
-def replay(model: nn.Module, entry, output: str) -> torch.Tensor:
-    """The recorded forward, once more, on another model."""
+def assert_from(model: nn.Module, entry, different: nn.Module | None = None) -> None:
+    """The recorded forward is that of `model`, and not of `different`."""
     kwargs = dict(entry.kwargs)
-    if kwargs.get("past_key_values") is not None:
-        kwargs["past_key_values"] = DynamicCache(config=model.config)
-    return getattr(model(**kwargs), output)
+    output = "logits" if hasattr(entry, "logits") else "log_probs"
+    results = []
+    for each in (model, different or model):
+        if kwargs.get("past_key_values") is not None:
+            kwargs["past_key_values"] = DynamicCache(config=model.config)
+        results.append(getattr(each(**kwargs), output))
+    torch.testing.assert_close(getattr(entry, output), results[0], rtol=1e-5, atol=1e-6)
+    assert different is None or (results[0] - results[1]).abs().max() > 1e-3
 
 
 def sigma_at(step: int) -> float:
@@ -138,8 +118,12 @@ def assert_same_weights(found, expected):
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+def logged(trainer, key: str) -> list[float]:
+    return [entry.get(key) for entry in trainer.state.log_history if "loss" in entry]
+
+
 def history(trainer, *without) -> list[dict]:
-    """The log without what depends on the clock."""
+    """The log, without times."""
     clock = ("time", "runtime", "per_second", *without)
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in clock)}
@@ -148,7 +132,7 @@ def history(trainer, *without) -> list[dict]:
 
 
 class Bracketing(GRPOTrainer):
-    """A trainer that says itself when it generates, as QeRLGRPOTrainer does."""
+    """A trainer with its rollouts in `generation()`, as QeRLGRPOTrainer."""
 
     def __init__(self, *args, callbacks, **kwargs):
         self.aqn = callbacks[0]
@@ -160,115 +144,61 @@ class Bracketing(GRPOTrainer):
             return super()._generate(prompts)
 
 
-# ------------------------------------------------------------------------------------------------------ where it acts
-
-
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, Bracketing], ids=["alone", "bracketing"])
 def test_noise_acts_in_generation_and_by_scope_in_training(trainer_for, scope, trainer_class):
-    # learning rate 0: the clean policy stays known; accumulation of half a rollout makes TRL score the old policy too
-    trainer = trainer_for(
-        AQNCallback(**NOISE, scope=scope),
-        trainer_class=trainer_class,
-        learning_rate=0.0,
-        steps_per_generation=2,
-        gradient_accumulation_steps=1,
-        max_steps=2 * STEPS,
-    )
-    clean = reference()
+    """Two steps per rollout, so that TRL also scores the old policy; learning rate 0 keeps the policy known."""
+    rhythm = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 2 * STEPS}
+    callback = AQNCallback(**NOISE, scope=scope)
+    trainer = trainer_for(callback, trainer_class=trainer_class, learning_rate=0.0, **rhythm)
     recorder = Recorder(trainer)
     trainer.train()
-    steps = list(range(0, 2 * STEPS, 2))  # a rollout every second step
+    steps = list(range(0, 2 * STEPS, 2))
     assert [entry.step for entry in recorder.generated] == steps
     assert [entry.step for entry in recorder.scored] == [step for step in steps for _ in range(2)]  # two micro-batches
     assert [entry.step for entry in recorder.trained] == list(range(2 * STEPS))
     for entry in (*recorder.generated, *recorder.scored, *recorder.trained):
-        rollout_step = entry.step // 2 * 2
-        draw = NoiseDraw(sigma_at(entry.step // 2), 1, rollout_step, 0)
-        noisy = reference(draw)
-        generation = entry in recorder.generated
-        output = "logits" if generation else "log_probs"
-        found, expected, unperturbed = (
-            getattr(entry, output),
-            replay(noisy, entry, output),
-            replay(clean, entry, output),
-        )
-        if not (generation or scope == "policy"):
-            expected = unperturbed
-        elif draw.sigma > 0:
-            assert (expected - unperturbed).abs().max() > 1e-3  # there is something to see
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        draw = NoiseDraw(sigma_at(entry.step // 2), 1, entry.step // 2 * 2, 0)
+        if draw.sigma > 0 and (entry in recorder.generated or scope == "policy"):
+            assert_from(reference(draw), entry, different=reference())
+        else:
+            assert_from(reference(), entry)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_evaluation_is_clean(trainer_for, scope):
-    trainer = trainer_for(
-        AQNCallback("constant", sigma_start=0.05, scope=scope),
-        learning_rate=0.0,
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_on_start=True,
-        num_generations_eval=2,
-        per_device_eval_batch_size=4,
-    )
-    clean = reference()
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "num_generations_eval": 2}
+    callback = AQNCallback("constant", sigma_start=0.05, scope=scope)
+    trainer = trainer_for(callback, learning_rate=0.0, per_device_eval_batch_size=4, **evaluation)
     recorder = Recorder(trainer)
     trainer.train()
     evaluated = [entry for entry in (*recorder.generated, *recorder.scored) if not entry.training]
     assert len(evaluated) >= 2 * (STEPS + 1)
     for entry in evaluated:
-        output = "logits" if hasattr(entry, "logits") else "log_probs"
-        torch.testing.assert_close(getattr(entry, output), replay(clean, entry, output), rtol=1e-5, atol=1e-6)
+        assert_from(reference(), entry)
     assert not any("aqn" in key for entry in trainer.state.log_history if "eval_loss" in entry for key in entry)
 
 
-def test_generation_of_other_callbacks_is_clean(trainer_for):
-    """Sampling between steps, in training mode, as TRL's completion loggers do."""
-    seen = []
+@pytest.mark.parametrize(("event", "training"), [("on_step_end", True), ("on_substep_end", False)])
+def test_generation_of_other_callbacks_is_clean(trainer_for, event, training):
+    """Between steps in training mode, as TRL's completion loggers, and within a step in evaluation mode."""
+    seen, prompt = [], torch.tensor([[3, 4, 5]])
+    options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
     class Sampler(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            assert model.training
-            out = model.generate(
-                torch.tensor([[3, 4, 5]]),
-                max_new_tokens=1,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-            seen.append(out.logits[0])
+        pass
 
-    trainer = trainer_for(Sampler(), AQNCallback("constant", sigma_start=0.05, scope="policy"), learning_rate=0.0)
-    clean = reference()
-    trainer.train()
-    with torch.no_grad():
-        expected = clean(torch.tensor([[3, 4, 5]])).logits[:, -1]
-    assert len(seen) == STEPS
-    for logits in seen:
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    def sample(self, args, state, control, model=None, **kwargs):
+        model.train(training)
+        seen.append(model.generate(prompt, **options).logits[0])
+        model.train()
 
-
-def test_evaluation_mode_within_a_step_is_clean(trainer_for):
-    seen = []
-
-    class Sampler(TrainerCallback):
-        def on_substep_end(self, args, state, control, model=None, **kwargs):
-            model.eval()
-            out = model.generate(
-                torch.tensor([[3, 4, 5]]),
-                max_new_tokens=1,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-            model.train()
-            seen.append(out.logits[0])
-
+    setattr(Sampler, event, sample)
     callback = AQNCallback("constant", sigma_start=0.05, scope="policy")
     trainer_for(Sampler(), callback, learning_rate=0.0, gradient_accumulation_steps=2, max_steps=2).train()
-    with torch.no_grad():
-        expected = reference()(torch.tensor([[3, 4, 5]])).logits[:, -1]
     assert len(seen) == 2
+    with torch.no_grad():
+        expected = reference()(prompt).logits[:, -1]
     for logits in seen:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
 
@@ -282,104 +212,56 @@ def test_noise_acts_under_peft(trainer_for, saved):
     trainer.train()
     assert [entry.step for entry in recorder.generated] == list(range(STEPS))
     for entry in recorder.generated:
-        expected = replay(reference(NoiseDraw(sigma_at(entry.step), 1, entry.step, 0)), entry, "logits")
-        torch.testing.assert_close(entry.logits, expected, rtol=1e-5, atol=1e-6)
+        assert_from(reference(NoiseDraw(sigma_at(entry.step), 1, entry.step, 0)), entry)
 
 
-def test_one_draw_a_generation_without_a_cache(trainer_for):
-    callback = AQNCallback("constant", sigma_start=0.05)
-    draws = spy_on_draws(callback)
-    trainer_for(callback, generation_kwargs={"use_cache": False}).train()
-    assert [(draw.step, draw.generation) for draw in draws] == [(step, 0) for step in range(STEPS)]
-
-
-def test_generations_within_a_step_are_numbered(trainer_for):
-    callback = AQNCallback("constant", sigma_start=0.05)
-    draws = spy_on_draws(callback)
-    trainer_for(callback, steps_per_generation=1, gradient_accumulation_steps=3, max_steps=2).train()
-    assert [(draw.step, draw.generation) for draw in draws] == [(step, n) for step in range(2) for n in range(3)]
-    assert {draw.seed for draw in draws} == {1}  # args.seed
-
-
-def spy_on_draws(callback) -> list[NoiseDraw]:
-    draws, draw = [], callback._new_draw
-    callback._new_draw = lambda: draws.append(draw()) or draws[-1]
-    return draws
+@pytest.mark.parametrize("several", [False, True], ids=["without-cache", "several-in-a-step"])
+def test_each_generation_has_one_draw(trainer_for, several):
+    callback, seen = AQNCallback("constant", sigma_start=0.05), []
+    draw = callback._new_draw
+    callback._new_draw = lambda: seen.append(draw()) or seen[-1]
+    rhythm = {"steps_per_generation": 1, "gradient_accumulation_steps": 3, "max_steps": 2}
+    trainer_for(callback, **(rhythm if several else {"generation_kwargs": {"use_cache": False}})).train()
+    expected = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)] if several else [(step, 0) for step in range(STEPS)]
+    assert [(draw.step, draw.generation) for draw in seen] == expected
+    assert {draw.seed for draw in seen} == {1}, "args.seed"
 
 
 def test_rloo_alone(trainer_for):
     trainer = trainer_for(AQNCallback(**NOISE), trainer_class=RLOOTrainer, config_class=RLOOConfig, beta=0.0)
     trainer.train()
-    assert [entry["aqn/sigma"] for entry in history(trainer) if "loss" in entry] == [sigma_at(i) for i in range(STEPS)]
+    assert logged(trainer, "aqn/sigma") == [sigma_at(step) for step in range(STEPS)]
 
 
-# ------------------------------------------------------------------------------------------- one mechanism, two drivers
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_both_drivers_give_the_same_run(trainer_for, scope):
-    runs = []
-    for trainer_class in (GRPOTrainer, Bracketing):
-        runs.append(trainer_for(AQNCallback(**NOISE, scope=scope), trainer_class=trainer_class))
-        runs[-1].train()
-    assert history(runs[0]) == history(runs[1])
-    assert_same_weights(weights(runs[0]), weights(runs[1]))
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_noise_changes_the_run(trainer_for, scope):
-    """Or every equality in this file would be empty."""
-    plain = trainer_for()
-    plain.train()
-    noisy = trainer_for(AQNCallback(**NOISE, scope=scope))
-    noisy.train()
-    assert any(not torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(noisy).values(), strict=True))
-
-
-def test_engine_gets_the_draw_and_the_model_stays_clean(trainer_for):
-    yielded, inside = [], []
+def test_an_engine_gets_the_draw_and_the_model_stays_clean(trainer_for):
+    """In evaluation, also after training, the draw has sigma 0."""
+    seen = []
 
     class WithEngine(Bracketing):
         def _generate(self, prompts):
             with self.aqn.generation() as draw:
-                yielded.append(draw)
-                inside.append(self.aqn.draw)
+                assert draw == self.aqn.draw
+                seen.append((self.model.training, draw))
                 self.aqn.sigma_effective = 0.125
                 return GRPOTrainer._generate(self, prompts)
 
     callback = AQNCallback(**NOISE)
     callback.engine = True
-    trainer = trainer_for(callback, trainer_class=WithEngine, learning_rate=0.0)
-    clean = reference()
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
+    trainer = trainer_for(callback, trainer_class=WithEngine, learning_rate=0.0, **evaluation)
     recorder = Recorder(trainer)
     trainer.train()
-    assert yielded == inside == [NoiseDraw(sigma_at(step), 1, step, 0) for step in range(STEPS)]
+    trainer.evaluate()
     assert callback.draw is None
+    draws = [NoiseDraw(sigma_at(step), 1, step, 0) for step in range(STEPS)]
+    assert [draw for training, draw in seen if training] == draws
+    assert {draw.sigma for training, draw in seen if not training} == {0.0}
     for entry in recorder.generated:
-        torch.testing.assert_close(entry.logits, replay(clean, entry, "logits"), rtol=1e-5, atol=1e-6)
-    assert [entry["aqn/sigma_effective"] for entry in history(trainer) if "loss" in entry] == [0.125] * STEPS
+        assert_from(reference(), entry)
+    assert logged(trainer, "aqn/sigma_effective") == [0.125] * STEPS
 
 
-def test_engine_is_told_to_be_clean_in_evaluation(trainer_for):
-    draws = []
-
-    class WithEngine(Bracketing):
-        def _generate(self, prompts):
-            with self.aqn.generation() as draw:
-                draws.append((self.model.training, draw.sigma))
-                return GRPOTrainer._generate(self, prompts)
-
-    callback = AQNCallback("constant", sigma_start=0.05)
-    callback.engine = True
-    trainer = trainer_for(
-        callback, trainer_class=WithEngine, eval_strategy="steps", eval_steps=2, num_generations_eval=2, max_steps=2
-    )
-    trainer.train()
-    trainer.evaluate()  # after training, when the callback is detached
-    assert set(draws) == {(True, 0.05), (False, 0.0)}
-
-
-def test_a_rollout_in_a_rollout_and_one_that_fails_leave_no_draw(trainer_for, monkeypatch):
+def test_nested_and_failing_rollouts_leave_no_draw(trainer_for, monkeypatch):
     callback = AQNCallback("constant", sigma_start=0.05)
     callback.engine = True
     trainer_for(callback)
@@ -406,45 +288,14 @@ def test_rollout_that_bypasses_the_model_is_an_error(trainer_for):
         trainer.train()
 
 
-def test_noisy_shows_the_latest_draw(trainer_for):
-    seen = []
-
-    class Probe(Bracketing):
-        def _generate(self, prompts):
-            output = super()._generate(prompts)
-            with self.aqn.noisy(), torch.no_grad():
-                seen.append((self.aqn.sigma, self.model(torch.tensor([[3, 4, 5]])).logits))
-            return output
-
-    callback = AQNCallback(**NOISE)
-    trainer = trainer_for(callback, trainer_class=Probe, learning_rate=0.0)
-    trainer.train()
-    for step, (sigma, logits) in enumerate(seen):
-        assert sigma == sigma_at(step)
-        with torch.no_grad():
-            expected = reference(NoiseDraw(sigma, 1, step, 0))(torch.tensor([[3, 4, 5]])).logits
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_from_args_takes_every_field():
-    args = SimpleNamespace(
-        aqn_schedule="entropy_target",
-        aqn_sigma_start=0.3,
-        aqn_sigma_end=0.1,
-        aqn_num_stages=7,
-        aqn_entropy_target=0.5,
-        aqn_scope="policy",
-        aqn_seed=11,
-        use_vllm=True,
-    )
-    callback = AQNCallback.from_args(args)
+    values = {"schedule": "entropy_target", "sigma_start": 0.3, "sigma_end": 0.1, "num_stages": 7}
+    values |= {"entropy_target": 0.5, "scope": "policy", "seed": 11}
+    callback = AQNCallback.from_args(SimpleNamespace(use_vllm=True, **{f"aqn_{k}": v for k, v in values.items()}))
     schedule = callback.schedule
     assert (schedule.name, schedule.sigma_start, schedule.sigma_end) == ("entropy_target", 0.3, 0.1)
     assert (schedule.num_stages, schedule.target) == (7, 0.5)
     assert (callback.scope, callback.seed, callback.explicit, callback.engine) == ("policy", 11, True, True)
-
-
-# ------------------------------------------------------------------------------------- exactness: sigma 0, save, resume
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, Bracketing], ids=["alone", "bracketing"])
@@ -456,26 +307,7 @@ def test_sigma_0_is_the_run_without_the_callback(trainer_for, scope, trainer_cla
     zero.train()
     assert history(zero, "aqn") == history(plain)
     assert_same_weights(weights(zero), weights(plain))
-    assert {entry["aqn/sigma_effective"] for entry in zero.state.log_history if "loss" in entry} == {0.0}
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_checkpoints_never_contain_noise(trainer_for, scope):
-    """At learning rate 0 a checkpoint must be the initial model, byte for byte, also when a draw is in force."""
-    trainer = trainer_for(
-        AQNCallback("constant", sigma_start=0.05, scope=scope),
-        learning_rate=0.0,
-        save_strategy="steps",
-        save_steps=1,
-        save_only_model=True,
-        steps_per_generation=2,
-        gradient_accumulation_steps=1,
-    )
-    trainer.model.save_pretrained(Path(trainer.args.output_dir) / "initial")
-    initial = load_file(Path(trainer.args.output_dir) / "initial/model.safetensors")
-    trainer.train()
-    for step in range(1, STEPS + 1):
-        assert_same_weights(load_file(Path(trainer.args.output_dir) / f"checkpoint-{step}/model.safetensors"), initial)
+    assert set(logged(zero, "aqn/sigma_effective")) == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -492,71 +324,51 @@ def test_resume_continues_bit_for_bit(trainer_for, schedule, scope):
     resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
     assert history(resumed, "train_loss") == history(whole, "train_loss")
     assert_same_weights(weights(resumed), weights(whole))
-    sigmas = [entry["aqn/sigma"] for entry in whole.state.log_history if "loss" in entry]
-    assert len(set(sigmas[2:])) == 2  # the schedule moved after the checkpoint
+    assert len(set(logged(whole, "aqn/sigma")[2:])) == 2, "the schedule moved after the checkpoint"
 
 
 def test_entropy_target_follows_the_logged_entropy(trainer_for):
     schedule = {"sigma_start": 0.2, "sigma_end": 0.02, "entropy_target": 4.0, "scope": "policy"}
     trainer = trainer_for(AQNCallback("entropy_target", **schedule))
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     middle = math.sqrt(0.2 * 0.02)
-    error = (4.0 - logs[0]["entropy"]) / 4.0
-    assert error < 0  # a random policy is above the target
-    assert [entry["aqn/sigma"] for entry in logs[:2]] == pytest.approx([middle, middle * math.exp(0.3 * error)])
+    error = (4.0 - logged(trainer, "entropy")[0]) / 4.0
+    assert error < 0, "a random policy is above the target"
+    assert logged(trainer, "aqn/sigma")[:2] == pytest.approx([middle, middle * math.exp(0.3 * error)])
 
 
-def test_entropy_target_in_the_rollout_alone_is_refused_where_the_sampling_policy_is_not_logged(trainer_for):
+def test_entropy_target_without_a_logged_entropy_is_refused(trainer_for):
     with pytest.raises(RuntimeError, match=r"'rollout/entropy', which this run does not log.*aqn_scope='policy'"):
         trainer_for(AQNCallback("entropy_target", entropy_target=4.0)).train()
-
-
-@contextlib.contextmanager
-def transformers_logs(caplog):
-    """transformers' loggers do not propagate, so caplog's handler goes on ours directly."""
-    from qerl_trl.noise.callback import logger
-
-    logger.addHandler(caplog.handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(caplog.handler)
-
-
-# -------------------------------------------------------------------------------------------------------------- logging
 
 
 def test_logged_in_the_history_and_in_the_checkpoint(trainer_for):
     trainer = trainer_for(AQNCallback(**NOISE), save_strategy="steps", save_steps=STEPS)
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["aqn/sigma"] for entry in logs] == [sigma_at(step) for step in range(STEPS)]
-    for entry in logs:
-        assert entry["aqn/sigma_effective"] == pytest.approx(entry["aqn/sigma"], rel=5 / math.sqrt(2 * 4 * 128))
+    expected = [sigma_at(step) for step in range(STEPS)]
+    assert logged(trainer, "aqn/sigma") == expected
+    assert logged(trainer, "aqn/sigma_effective") == pytest.approx(expected, rel=5 / math.sqrt(2 * 4 * 128))
     saved = json.loads((Path(trainer.args.output_dir) / f"checkpoint-{STEPS}/trainer_state.json").read_text())
-    assert [entry["aqn/sigma"] for entry in saved["log_history"]] == [sigma_at(step) for step in range(STEPS)]
+    assert [entry["aqn/sigma"] for entry in saved["log_history"]] == expected
 
 
 def test_a_log_line_averages_its_draws(trainer_for):
     trainer = trainer_for(AQNCallback(**NOISE), logging_steps=2)
     trainer.train()
-    logs = [entry["aqn/sigma"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logs == pytest.approx([(sigma_at(0) + sigma_at(1)) / 2, (sigma_at(2) + sigma_at(3)) / 2])
+    means = [(sigma_at(0) + sigma_at(1)) / 2, (sigma_at(2) + sigma_at(3)) / 2]
+    assert logged(trainer, "aqn/sigma") == pytest.approx(means)
 
 
-def test_trainers_own_values_win(trainer_for):
+def test_values_logged_by_the_trainer_are_kept(trainer_for):
     class Logs(Bracketing):
         def _generate(self, prompts):
-            output = super()._generate(prompts)
             self._metrics["train"]["aqn/sigma"].append(7.0)
-            return output
+            return super()._generate(prompts)
 
     trainer = trainer_for(AQNCallback(**NOISE), trainer_class=Logs)
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["aqn/sigma"] for entry in logs] == [7.0] * STEPS
-    assert not any("aqn/sigma_effective" in entry for entry in logs)
+    assert logged(trainer, "aqn/sigma") == [7.0] * STEPS
+    assert logged(trainer, "aqn/sigma_effective") == [None] * STEPS
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["as-added", "log_first"])
@@ -576,27 +388,15 @@ def test_reporting_integrations_see_the_values_after_log_first(trainer_for, firs
     assert seen == [first] * STEPS + [False]  # the last line is the summary of the run
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-
-
-def test_vllm_rollouts_are_refused_before_training():
-    args = SimpleNamespace(use_vllm=True)
-    with pytest.raises(ValueError, match=r"use_vllm=True .*QeRLGRPOTrainer"):
+@pytest.mark.parametrize("option", ["use_vllm", "use_transformers_continuous_batching"])
+def test_rollouts_out_of_reach_are_refused_before_training(option):
+    args = SimpleNamespace(**{"use_vllm": False, "use_transformers_continuous_batching": False, option: True})
+    with pytest.raises(ValueError, match=f"{option}=True"):
         AQNCallback().on_init_end(args, None, None)
     callback = AQNCallback()
     callback.explicit = True
-    callback.on_init_end(args, None, None)
-
-
-def test_continuous_batching_is_refused():
-    args = SimpleNamespace(use_vllm=False, use_transformers_continuous_batching=True)
-    with pytest.raises(ValueError, match="use_transformers_continuous_batching=True"):
-        AQNCallback().on_init_end(args, None, None)
-
-
-def test_two_callbacks_in_one_trainer_are_refused(trainer_for):
-    with pytest.raises(ValueError, match="already carries"):
-        trainer_for(AQNCallback(), AQNCallback()).train()
+    if option == "use_vllm":
+        callback.on_init_end(args, None, None)
 
 
 def test_a_trainer_that_never_generates_is_an_error(tmp_path):
@@ -609,29 +409,9 @@ def test_a_trainer_that_never_generates_is_an_error(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("options", "value"),
-    [
-        ({"scope": "train"}, "scope='train'"),
-        ({"sigma_start": -1.0}, "-1.0"),
-        ({"schedule": "entropy_target"}, "entropy_target=None"),
-    ],
-)
-def test_impossible_options_are_refused_by_value(options, value):
-    with pytest.raises(ValueError) as error:
-        AQNCallback(**options)
-    assert value in str(error.value)
-
-
-# ----------------------------------------------------------------------------------------------------------------- life
-
-
-def test_nothing_is_left_on_the_model(trainer_for):
-    callback = AQNCallback(**NOISE, scope="policy")
-    trainer = trainer_for(callback)
-    trainer.train()
-    assert our_hooks(trainer.model) == []
-    assert callback.norms == ()
+def test_an_unknown_scope_is_refused():
+    with pytest.raises(ValueError, match="scope='train' is not one of"):
+        AQNCallback(scope="train")
 
 
 def our_hooks(model) -> list[str]:
@@ -651,11 +431,11 @@ def test_an_interrupted_run_can_be_started_again(trainer_for):
     trainer = trainer_for(interrupt, callback, gradient_accumulation_steps=2)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert our_hooks(trainer.model)  # nobody told the callback; starting again must not trip over them
+    assert our_hooks(trainer.model), "left by the exception"
     interrupt.armed = False
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert our_hooks(trainer.model) == []
+    assert our_hooks(trainer.model) == [] and callback.norms == ()
 
 
 def test_attached_early_the_model_is_traced_once(trainer_for, monkeypatch):

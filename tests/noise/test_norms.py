@@ -1,4 +1,4 @@
-"""Which norms are found, on which models, and that looking leaves no trace."""
+"""The norms that feed linear layers, by family and wrapper; tracing leaves the model unchanged."""
 
 import copy
 
@@ -29,23 +29,17 @@ def expected_names(family: str, layers: int = 2) -> list[str]:
 @pytest.mark.parametrize(
     ("wrapped", "canonical"),
     [
-        ("model.layers.3.input_layernorm", "model.layers.3.input_layernorm"),
         ("base_model.model.model.layers.3.input_layernorm", "model.layers.3.input_layernorm"),
-        ("module.base_model.model.model.norm", "model.norm"),
-        ("_orig_mod.module._fsdp_wrapped_module.model.norm", "model.norm"),
-        ("base_model.model.model.layers.0.input_layernorm.modules_to_save.default", "model.layers.0.input_layernorm"),
-        ("base_model.model.model.layers.0.input_layernorm.original_module", "model.layers.0.input_layernorm"),
-        (
-            "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.base_layer.weight",
-            "model.layers.0.mlp.up_proj.weight",
-        ),
+        ("_orig_mod.module._fsdp_wrapped_module.base_model.model.model.norm", "model.norm"),
+        ("base_model.model.model.layers.0.norm.modules_to_save.default", "model.layers.0.norm"),
+        ("base_model.model.model.layers.0.norm.original_module", "model.layers.0.norm"),
+        ("model.layers.0._checkpoint_wrapped_module.mlp.base_layer.weight", "model.layers.0.mlp.weight"),
         ("model.layers.1._orig_mod.mlp", "model.layers.1.mlp"),
         ("model.base_layernorm.weight", "model.base_layernorm.weight"),
     ],
 )
 def test_canonical_name(wrapped, canonical):
-    assert canonical_name(wrapped) == canonical
-    assert canonical_name(canonical) == canonical
+    assert canonical_name(wrapped) == canonical_name(canonical) == canonical
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,36 +50,37 @@ def test_norms_that_feed_linears(family):
     assert all(found[name] is model.get_submodule(name) for name in found)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("wrapping", ["lora", "modules_to_save", "data_parallel", "compiled", "checkpointing", "nvfp4"])
-def test_same_names_whatever_wraps_the_model(family, wrapping):
-    model = make_tiny_model(family)
-    trained = None
-    if wrapping == "lora":
-        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
-    elif wrapping == "modules_to_save":
-        trained = ["input_layernorm", SECOND_NORM[family]]
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=trained))
-    elif wrapping == "data_parallel":
-        model = nn.DataParallel(model)  # the layout of DistributedDataParallel: everything under `module`
-    elif wrapping == "compiled":
-        model = torch.compile(model, backend="eager")
-    elif wrapping == "checkpointing":
-        model.train().gradient_checkpointing_enable()
-    else:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and name != "lm_head":
-                model.set_submodule(name, NVFP4Linear.from_linear(module))
-    found = find_noisy_norms(model)
-    assert list(found) == expected_names(family)
-    if trained:  # the copy that is trained and used, not the frozen original
+def quantized(model: nn.Module) -> nn.Module:
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            model.set_submodule(name, NVFP4Linear.from_linear(module))
+    return model
+
+
+TRAINED = ["input_layernorm", SECOND_NORM["gemma3"]]
+WRAPPINGS = {
+    "lora": lambda model: get_peft_model(model, LoraConfig(target_modules="all-linear")),
+    "modules_to_save": lambda model: get_peft_model(
+        model, LoraConfig(target_modules=["q_proj"], modules_to_save=TRAINED)
+    ),
+    "data_parallel": nn.DataParallel,  # the layout of DistributedDataParallel: everything under `module`
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "nvfp4": quantized,
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_wrapper_changes_no_name(wrapping):
+    found = find_noisy_norms(WRAPPINGS[wrapping](make_tiny_model("gemma3")))
+    assert list(found) == expected_names("gemma3")
+    if wrapping == "modules_to_save":  # the copy that is trained and used, not the frozen original
         assert all(module.weight.requires_grad for module in found.values())
 
 
-def test_looking_leaves_no_trace():
+def test_tracing_leaves_no_trace():
     model = get_peft_model(make_tiny_model("qwen2"), LoraConfig(target_modules="all-linear", lora_dropout=0.5))
     model.train()
-    frozen_part = model.get_submodule("base_model.model.model.layers.0.mlp").eval()  # mixed flags must survive
+    frozen_part = model.get_submodule("base_model.model.model.layers.0.mlp").eval()  # mixed flags
     flags = {name: module.training for name, module in model.named_modules()}
     state = copy.deepcopy(model.state_dict())
     torch.manual_seed(3)
@@ -99,20 +94,18 @@ def test_looking_leaves_no_trace():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_packed_weights_are_not_decoded_to_look(monkeypatch):
+def test_packed_weights_are_not_decoded(monkeypatch):
     """On a CPU that takes a minute for 7B, and FSDP leaves the model there until training starts."""
     model = make_tiny_model("llama")
     expected = list(find_noisy_norms(model))
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and name != "lm_head":
-            model.set_submodule(name, NVFP4Linear.from_linear(module))
+    quantized(model)
     with monkeypatch.context() as context:
         context.setattr(linear_module, "dequantize", lambda *_: pytest.fail("a weight was decoded"))
         assert list(find_noisy_norms(model)) == expected
     assert model(input_ids=torch.arange(4)[None]).logits.abs().sum() > 0, "the layers compute again"
 
 
-def test_post_norm_model_is_refused_by_name():
+def test_a_post_norm_model_is_refused():
     config = Olmo2Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
     )
@@ -120,7 +113,7 @@ def test_post_norm_model_is_refused_by_name():
         find_noisy_norms(AutoModelForCausalLM.from_config(config))
 
 
-def test_model_that_needs_other_inputs():
+def test_a_model_with_other_inputs():
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
     with pytest.raises(ValueError, match="You must specify exactly one of input_ids or inputs_embeds"):

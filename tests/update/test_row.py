@@ -1,4 +1,4 @@
-"""A padded batch as a row, and back: what is computed, what is asked, and where it goes."""
+"""A padded batch as a row, and back: the computed tokens, their labels, and the place of each result."""
 
 import torch
 from hypothesis import given, settings
@@ -8,9 +8,9 @@ from qerl_trl.update.row import MULTIPLE, build, rows, sequences
 
 
 def padded(pairs):
-    """`pairs`: (prompt, completion) as token ids. Returns TRL's input_ids, attention_mask (B, W) and L."""
-    before, after = max(len(p) for p, _ in pairs), max(max(len(c) for _, c in pairs), 1)
-    ids, mask = torch.zeros(len(pairs), before + after, dtype=torch.long), None
+    """TRL's input_ids, attention_mask (B, W) and L of (prompt, completion) pairs of token ids."""
+    before, after = max(len(p) for p, _ in pairs), max(1, *(len(c) for _, c in pairs))
+    ids = torch.zeros(len(pairs), before + after, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for line, (prompt, completion) in enumerate(pairs):
         ids[line, before - len(prompt) : before + len(completion)] = torch.tensor([*prompt, *completion])
@@ -27,7 +27,7 @@ def test_the_drawing_of_the_module():
     assert built.position_ids[0, :10].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4]
     assert built.shift_labels[0, :10].tolist() == [-100, -100, *a, *b]
     assert built.segments.packed_keys[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 7, 8, 9]
-    assert (built.segments.packed_keys[12:] >= 10).all()  # the end reads itself only
+    assert (built.segments.packed_keys[12:] >= 10).all()  # the padding reads itself only
     assert built.segments.cu_seq_lens_q.tolist() == [0, 7, 10, MULTIPLE]
     assert built.segments.cu_seq_lens_k.tolist() == [0, 7, 12, 2 * MULTIPLE]
     assert built.destination.tolist() == [5, 6, 7, 8, 9, 0, 1, 2]
@@ -44,7 +44,7 @@ PAIRS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(PAIRS, st.booleans(), st.sampled_from([{}, {"limit": 12}, {"count": 2}]))
-def test_every_token_is_asked_once_and_sees_its_own_sequence(pairs, share, cut):
+def test_every_completion_token_is_scored_once_and_sees_its_own_sequence(pairs, share, cut):
     ids, mask, width = padded(pairs)
     answers = torch.full((len(pairs) * width,), -1)
     for chosen in rows(sequences(ids, mask, width), **cut, share=share):
@@ -62,9 +62,8 @@ def test_every_token_is_asked_once_and_sees_its_own_sequence(pairs, share, cut):
         for s, sequence in enumerate(chosen):
             seen = keys[cu_k[s] : cu_k[s + 1]]
             whole = [*sequence.prompt, *sequence.completion]
-            assert tokens[seen].tolist() == whole[: len(seen)] and len(seen) == max(
-                len(whole) - 1, len(sequence.prompt)
-            )
+            assert tokens[seen].tolist() == whole[: len(seen)]
+            assert len(seen) == max(len(whole) - 1, len(sequence.prompt))
             assert built.position_ids[0, seen].tolist() == list(range(len(seen)))
             assert seen[-1] == cu_q[s + 1] - 1  # both end with the same token
             assert cu_q[s + 1] - cu_q[s] <= max_q and len(seen) <= max_k

@@ -1,0 +1,321 @@
+"""Compiled layers: the values and gradients of eager mode, few graphs at any length, and no other change.
+
+Mostly with the backend "aot_eager", which traces and splits forward and backward as inductor does, without its code.
+"""
+
+import copy
+import logging
+import pickle
+import shutil
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.compiler.config
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from qerl_trl.noise.hooks import NoiseDraw, NormNoise
+from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.update import compiled_layers, layer_function
+from qerl_trl.update.compiled_layers import compile_layers, warm_up
+from tests import shapes
+from tests.faults.tiny_runs import TinyRuns
+from tests.ranks import on_ranks
+from tests.update.models import (
+    REORDERED,
+    Branching,
+    adapter_of,
+    assert_identical,
+    batch,
+    checkpointed,
+    distance,
+    graphs,
+    layers_of,
+    small,
+    update,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_compiler")]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_values_and_gradients_are_those_of_eager(family):
+    model = small(family)
+    expected = {length: update(model, batch(length)) for length in (40, 33)}
+    compile_layers(model, backend="aot_eager")
+    for length, result in expected.items():
+        assert distance(update(model, batch(length)), result) < REORDERED
+    assert graphs() and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_gated_delta_nets_stay_eager(recompute):
+    """Their loop over chunks takes minutes to compile, for each length again."""
+    torch.manual_seed(0)
+    config = shapes.tiny(shapes.NEWER["qwen3.5-9b"][0], vocab_size=512).get_text_config()
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    lora = LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), lora).train()
+    expected = {length: update(model, batch(length)) for length in (96, 40)}
+    compiled = compile_layers(model, backend="aot_eager")
+    if recompute:
+        compiled.recompute(compiled.layers)
+        model.enable_input_require_grads()
+    for length, result in expected.items():
+        assert distance(update(model, batch(length)), result) < 1e-4
+    assert graphs() == 2, "the attention layer, and the norm after the layers"
+    assert not compiled.failed
+
+
+def test_no_length_compiles_again():
+    model = small(layers=3)
+    compile_layers(model, backend="eager")
+    for length in (40, 41, 64, 33, 57, 128):
+        update(model, batch(length))
+    update(model, batch(45, sequences=3))
+    assert graphs() == 2, "the layers, and the norm after them"
+
+
+@pytest.mark.parametrize("recompute", ["around", "inside"])
+def test_one_graph_with_and_without_gradients_and_checkpoints(recompute):
+    model, given = small(layers=3), batch(40)
+    compiled = compile_layers(model, backend="aot_eager")
+    if recompute == "inside":
+        compiled.recompute(compiled.layers)
+    expected = update(model, given)
+    with torch.no_grad():
+        found = model(**given, use_cache=False).logits[:, 3:]
+    assert torch.equal(found, expected["logits"]) and not found.requires_grad
+    if recompute == "around":
+        checkpointed(model)
+        assert distance(update(model, given), expected) == 0
+    assert graphs() == 2 and not compiled.failed
+
+
+def test_generation_and_evaluation_are_not_compiled():
+    model = small()
+    prompt = torch.ones(2, 5, dtype=torch.long)
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    clean = model.eval()(**batch(40)).logits
+    compile_layers(model, backend="aot_eager")
+    assert torch.equal(model(**batch(40)).logits, clean)
+    for mode in (False, True):
+        assert torch.equal(model.train(mode).generate(prompt, max_new_tokens=6, do_sample=False), expected)
+    assert not graphs()
+
+
+def noisy_update(model, noise, sigma, step=0):
+    noise.set(NoiseDraw(sigma, 0, step, 0))
+    noise.in_training = True
+    return update(model, batch(33 + step), autocast=model.dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_noise_in_the_update_is_that_of_the_hooks(dtype, recompute):
+    model = small(dtype=dtype)
+    noise = NormNoise(find_noisy_norms(model))
+    sigmas = (0.0, 0.1, 0.02, 0.1, 0.0)
+    expected = [noisy_update(model, noise, sigma, step) for step, sigma in enumerate(sigmas)]
+    compiled = compile_layers(model, backend="aot_eager")
+    if recompute:
+        compiled.recompute(compiled.layers)
+    for step, sigma in enumerate(sigmas):
+        found = noisy_update(model, noise, sigma, step)
+        assert distance(found, expected[step]) < (REORDERED if dtype == torch.float32 else 0.03)
+        if sigma:
+            assert noise.landed == 4 and abs(noise.sigma_effective() - sigma) < 0.2 * sigma
+    assert graphs() == 3, "the layers clean and noisy, and the norm after them, which feeds the head"
+    assert not torch.equal(expected[0]["logits"], noisy_update(model, noise, 0.1)["logits"])
+
+
+def test_sigma_0_and_clean_scopes_are_no_noise_bit_for_bit():
+    model = small()
+    compiled = compile_layers(model, backend="aot_eager")
+    expected = update(model, batch(40))
+    compiled.remove()
+    noise = NormNoise(find_noisy_norms(model))
+    compile_layers(model, backend="aot_eager")
+    for sigma, in_training in ((0.0, True), (0.1, False)):
+        noise.set(NoiseDraw(sigma, 0, 0, 0))
+        noise.in_training = in_training
+        assert distance(update(model, batch(40)), expected) == 0
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == layer_function.__name__]
+
+
+@pytest.mark.parametrize("kind", ["branch", "many graphs"])
+def test_a_layer_that_does_not_compile_runs_eagerly_with_one_warning(kind, caplog, monkeypatch):
+    model = small(layers=4)
+    if kind == "branch":
+        for layer in layers_of(model):
+            layer.mlp = Branching(layer.mlp)
+    else:
+        monkeypatch.setattr(layer_function, "_MOST_GRAPHS", 2)
+        for index, layer in enumerate(layers_of(model)):  # a constant of its own in each layer
+            layer.mlp.register_forward_hook(lambda module, args, out, scale=f"{index}": out * (1 + len(scale) * 0))
+    expected = update(model, batch(40))
+    compiled = compile_layers(model, backend="eager")
+    with caplog.at_level(logging.WARNING, "qerl_trl"):
+        for _ in range(2):
+            assert distance(update(model, batch(40)), expected) < REORDERED
+    (message,) = warnings_of(caplog)
+    assert "Qwen2DecoderLayer runs in eager mode" in message and "compile_layers=False" in message
+    assert compiled.failed and torch._dynamo.config.recompile_limit != 2
+
+
+def test_a_graph_per_length_is_found_in_the_warm_up(caplog):
+    model, ones = small(), [1.0] * 100
+
+    class Specialized(Branching):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * ones[x.shape[1]]
+
+    for layer in layers_of(model):
+        layer.mlp = Specialized(layer.mlp)
+    compiled = compile_layers(model, backend="eager")
+    with caplog.at_level(logging.WARNING, "qerl_trl"):
+        warm_up(compiled, model, 2, 64)
+    assert compiled.failed and "compiled anew" in caplog.text
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["taking-turns", "without-our-kernels"])
+def test_the_warm_up_compiles_everything_and_leaves_no_trace(kernels, monkeypatch):
+    if not kernels:  # their import fails
+        monkeypatch.setitem(sys.modules, "qerl_nvfp4", None)
+        monkeypatch.delitem(sys.modules, "qerl_nvfp4.turns", raising=False)
+    model = small()
+    noise = NormNoise(find_noisy_norms(model))
+    before = update(model, batch(40))
+    layers_of(model)[0].mlp.eval()
+    flags = [module.training for module in model.modules()]
+    random, weights = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
+    compiled = compile_layers(model, backend="aot_eager")
+    warm_up(compiled, model, 2, 64, noisy=True)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == flags
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name])
+        assert name not in before or torch.equal(parameter.grad, before[name])
+    model.train()
+    made = graphs()
+    for length in (40, 57, 80):
+        update(model, batch(length))
+    noisy_update(model, noise, 0.1)
+    assert made and graphs() == made and not compiled.failed
+
+
+def test_copies_pickles_and_files_have_the_layers_own_forward(tmp_path):
+    model = small()
+    names = list(model.state_dict())
+    compiled = compile_layers(model, backend="eager")
+    assert list(model.state_dict()) == names
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for layer in layers_of(copied):
+            assert layer.forward.__func__ is type(layer).forward and layer.forward.__self__ is layer
+    model.save_pretrained(tmp_path)
+    compiled.remove()
+    assert not any("forward" in vars(layer) for layer in layers_of(model))
+
+
+def test_settings_of_torch_are_unchanged():
+    def settings():
+        configs = (torch._dynamo.config, torch._inductor.config)
+        return [dict(config.get_config_copy()) for config in configs], torch.compiler.config.dynamic_sources
+
+    before, model = settings(), small(layers=1)
+    compile_layers(model, backend="eager")
+    update(model, batch(40))
+    assert settings() == before
+
+
+@pytest.mark.parametrize("recompute", ["around", "inside"])
+def test_fsdp2(one_process_group, recompute):
+    """Wrapped after compilation, as accelerate does."""
+    model = small()
+    expected = update(model, batch(40))
+    noise = NormNoise(find_noisy_norms(model))
+    compiled = compile_layers(model, backend="aot_eager")
+    if recompute == "inside":
+        compiled.recompute(compiled.layers)
+    for layer in layers_of(model):
+        fully_shard(layer)
+    fully_shard(model)
+    if recompute == "around":
+        checkpointed(model)
+    for _ in range(2):
+        found = update(model, batch(40))
+        whole = {name: each.full_tensor() if name != "logits" else each for name, each in found.items()}
+        assert distance(whole, expected) < REORDERED
+    assert graphs() == 2
+    assert not torch.equal(noisy_update(model, noise, 0.1, 7)["logits"], expected["logits"])
+    assert noise.landed == 4 and graphs() == 3 and not compiled.failed
+
+
+def test_of_two_processes_one_compiles(tmp_path, monkeypatch):
+    """Inductor's own code, on devices of the same name, with an empty cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def work(rank: int):
+        torch.set_num_threads(1)
+        model = small(layers=1)
+        warm_up(compile_layers(model), model, 2, 64)
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], graphs()
+
+    # forward and backward of two graphs: the layer, and the norm after it
+    assert sorted(outcome.answer for outcome in on_ranks(2, work, 300)) == [(0, 4, 2), (4, 0, 2)]
+
+
+@pytest.fixture
+def trainer_of(tiny_model_dir, tiny_tokenizer, tmp_path):
+    return partial(TinyRuns(tiny_model_dir("qwen2"), tiny_tokenizer).trainer, tmp_path / "run")
+
+
+def test_resume_is_bit_exact_with_kernels_of_inductor(trainer_of, tmp_path, capsys):
+    options = {"compile_layers": True, "max_steps": 4, "save_steps": 2}
+    options |= {"gradient_checkpointing": True, "aqn_sigma_start": 0.1, "aqn_scope": "policy"}
+    whole = trainer_of(**options)
+    whole.train()
+    assert "torch.compile of 2 Qwen2DecoderLayer" in capsys.readouterr().out
+    assert graphs() and not whole._compiled.failed and whole._compiled.forwards[0].function.recomputes
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    torch._dynamo.reset()
+    resumed = trainer_of(**options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+
+
+def test_meaning_of_the_option(trainer_of):
+    def compiled(**options) -> bool:
+        callbacks = trainer_of(**options).callback_handler.callbacks
+        return any(isinstance(callback, compiled_layers.WarmUp) for callback in callbacks)
+
+    assert not compiled(), "on a CPU"
+    assert compiled(compile_layers=True) and not compiled(compile_layers=False)
+    with pytest.raises(ValueError, match="torch_compile=True compiles the whole model"):
+        compiled(compile_layers=True, torch_compile=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_zero_3_is_refused(stage):
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(torch_compile=False, compile_layers=True, device=torch.device("cuda")),
+        accelerator=SimpleNamespace(state=state, unwrap_model=lambda model: model),
+        model=small(),
+        add_callback=lambda callback: None,
+    )
+    if stage == 2:
+        assert compiled_layers.compile_for(trainer) is not None
+        return
+    with pytest.raises(ValueError, match="ZeRO-3 gathers weights inside of layers"):
+        compiled_layers.compile_for(trainer)
