@@ -25,7 +25,7 @@ def test_eval(finished, problems, tmp_path):
     assert code == 0, err
     result = json.loads((tmp_path / "eval.json").read_text())
     assert result["total"] == 3 and result["adapter"] is True and len(result["verdicts"]) == 3
-    assert json.loads(out)["accuracy"] == result["accuracy"]
+    assert json.loads(out)["accuracy"] == result["accuracy"] and result["base_format"] == "nvfp4"
     assert (result["answer_format"], result["without_an_answer"]) == ("marked", 3)
     code, _, err = call("eval", finished[0], "--data", tmp_path / "typo.jsonl", "--output", tmp_path / "x.json")
     assert code == 2 and "typo.jsonl' is no file or folder in" in err and "Name a folder with <split>.jsonl" in err
@@ -74,14 +74,6 @@ def test_another_benchmark_than_the_runs_own_gives_a_note(dataset, noted, finish
     (folder / "results.json").write_text(json.dumps({"task": "words", "dataset": dataset}))
     _, _, err = call("eval", folder)
     assert ("measured on its task, words. This measures gsm8k; --task" in err) is noted
-
-
-def test_eval_of_a_quantized_folder(tiny_model_dir, tiny_tokenizer, problems, tmp_path):
-    assert call("quantize", tiny_model_dir("qwen2"), tmp_path / "out")[0] == 0
-    tiny_tokenizer.save_pretrained(tmp_path / "out")
-    code, _, err = call("eval", tmp_path / "out", "--data", tmp_path, "--max-new-tokens", 2, "--temperature", 0)
-    assert code == 0, err
-    assert json.loads((tmp_path / "out/eval-local.json").read_text())["base_format"] == "nvfp4"
 
 
 def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenizer, problems, tmp_path, monkeypatch):

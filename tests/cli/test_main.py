@@ -28,7 +28,10 @@ def test_help_is_instant():
 
 @pytest.mark.parametrize(
     ("module", "heavy"),
-    [("qerl_trl.cli", ("torch", "transformers", "huggingface_hub", "jinja2")), ("qerl_trl.tasks.arms", ("torch", "datasets"))],
+    [
+        ("qerl_trl.cli", ("torch", "transformers", "huggingface_hub", "jinja2")),
+        ("qerl_trl.tasks.arms", ("torch", "datasets")),
+    ],
 )
 def test_help_imports_nothing_heavy(module, heavy):
     code = f"import {module}, sys; print([m for m in {heavy} if m in sys.modules])"

@@ -94,14 +94,6 @@ def test_a_merge_onto_the_original_base_is_another_model_and_measured(finished, 
     assert f"{result['measured']['kl_nats_per_token']:.4g}" in card
 
 
-def test_a_merge_that_keeps_nothing_needs_force(save_run, tmp_path):
-    save_run(tmp_path / "run", size=0.0005, dtype="bfloat16")
-    words = ("merge", tmp_path / "run", tmp_path / "out", "--as", "nvfp4")
-    code, _, err = call(*words)
-    assert code == 2 and "survives rounding" in err and not (tmp_path / "out").exists()
-    assert call(*words, "--force")[0] == 0
-
-
 @pytest.mark.parametrize("form", ["bf16", "base"])
 def test_the_dtype_of_a_merge_is_not_that_of_the_training(form, save_run, finished, tmp_path):
     """The base was loaded in it, and refused as another one than the run's."""
@@ -156,6 +148,8 @@ def test_push(finished, server, tmp_path):
     folder, _ = finished
     code, _, err = call("push", "adapter", folder, REPO)
     assert code == 2 and "--base-model" in err and server.requests == []
+    code, _, err = call("push", "adapter", tmp_path / "typo", REPO)
+    assert code == 2 and "typo has neither config.json nor adapter_config.json. Name a model, a checkpoint" in err
     assert call("merge", folder, tmp_path / "merged")[0] == 0
     words = ("push", "merged", tmp_path / "merged", REPO)
     code, out, err = call(*words, "--dataset", "someone/other-data", "--json")
@@ -170,15 +164,3 @@ def test_push(finished, server, tmp_path):
     server.fail = {".*": 403}
     code, _, err = call(*words)
     assert code == 1 and "may not write" in err
-
-
-def test_push_of_a_checkpoint_leaves_the_trainers_files_out(finished, server, tmp_path):
-    code, _, err = call("push", "adapter", tmp_path / "typo", REPO)
-    assert code == 2 and "typo has neither config.json nor adapter_config.json. Name a model, a checkpoint" in err
-    finished[1].save_pretrained(tmp_path / "checkpoint-2")
-    for name in ("training_args.bin", "optimizer.pt"):
-        (tmp_path / "checkpoint-2" / name).write_bytes(b"pickle")
-    code, _, err = call("push", "adapter", tmp_path / "checkpoint-2", REPO, "--base-model", "someone/base")
-    assert code == 0, err
-    files = set(server.repos[REPO]["files"])
-    assert "adapter_model.safetensors" in files and not files & {"training_args.bin", "optimizer.pt"}

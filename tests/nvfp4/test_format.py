@@ -105,17 +105,6 @@ def test_rescaling_below_the_smallest_scale_or_by_no_power_of_two_is_not_exact(s
 # --- the matrix
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rule", SCALE_RULES)
-def test_shapes_and_dtypes(rule, dtype):
-    weight = random_matrix(5, 48, 0, dtype=dtype)
-    packed, block_scale, global_scale = quantized = quantize(weight, rule)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (5, 24))
-    assert (block_scale.dtype, block_scale.shape) == (torch.uint8, (5, 3))
-    assert (global_scale.dtype, global_scale.shape) == (torch.float32, (1,))
-    assert all(torch.equal(a, b) for a, b in zip(quantized, quantize(weight.float(), rule), strict=True))
-
-
 @given(seed=SEEDS, rule=RULES, exponent=st.integers(-30, 11))
 @settings(max_examples=40, deadline=None)
 def test_a_dequantized_matrix_quantizes_to_itself(seed, rule, exponent):
@@ -138,16 +127,6 @@ def test_scaling_the_weights_by_a_power_of_two_changes_only_the_global_scale(see
 
 def block_errors(weight: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     return (dense.double() - weight.double()).square().view(len(weight), -1, 16).sum(-1)
-
-
-@given(seed=SEEDS)
-@settings(max_examples=20, deadline=None)
-def test_better_rules_have_no_larger_error_in_any_block(seed):
-    weight = random_matrix(8, 64, seed)
-    error = {rule: block_errors(weight, dequantize(*quantize(weight, rule), torch.float64)) for rule in SCALE_RULES}
-    slack = 1 + 1e-5  # the choice is made in float32
-    assert (error["four_over_six"] <= error["rtn"] * slack).all()
-    assert (error["neighbor_sweep"] <= error["rtn"] * slack).all()
 
 
 def test_the_sweep_finds_the_best_of_its_candidates():
@@ -193,13 +172,6 @@ def test_result_does_not_depend_on_chunks_or_the_layout_in_memory(rule, monkeypa
     chunked = dequantize(*whole)
     monkeypatch.undo()
     assert torch.equal(chunked, dequantize(*whole))
-
-
-def test_quantizing_row_slices_with_one_global_scale_equals_slicing_the_result():
-    weight = random_matrix(24, 64, 5)
-    whole = quantize(weight)
-    part = quantize(weight[8:16], global_scale=whole.global_scale)
-    assert torch.equal(part.packed, whole.packed[8:16]) and torch.equal(part.block_scale, whole.block_scale[8:16])
 
 
 def test_a_global_scale_for_each_row():

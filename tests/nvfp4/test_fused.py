@@ -97,10 +97,6 @@ def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_d
     assert any(len(matrix.rows) == 3 for matrix in found) == (family != "phi3")
 
 
-def test_nothing_is_selected_without_a_kernel():
-    assert fused.selected_for_model(two_blocks()) == [] == fused.selected_for_model(nn.Linear(4, 4))
-
-
 def test_one_line_per_matrix(l40s):
     assert fused.selected_for_model(two_blocks(), rank=32) == [
         "2 x q_proj + k_proj + v_proj 128 x 64: portable up to 128 tokens, dense for more (heuristic)",

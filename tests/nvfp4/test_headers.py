@@ -67,7 +67,6 @@ def with_nan(scale: torch.Tensor) -> torch.Tensor:
 #: tensor -> (its name or part, its changed content or None without it, the message)
 DAMAGE = {
     "no codes": ("packed", None, "missing"),
-    "no block scales": ("block_scale", None, "missing"),
     "no global scale": ("global_scale", None, "missing"),
     "AWQ pre-scale": ("pre_quant_scale", lambda t: torch.zeros(1), "unexpected tensor"),
     "codes int8": ("packed", lambda t: t.to(torch.int8), r"is I8 .*; U8 .* belongs there"),
@@ -111,13 +110,6 @@ def test_damage_is_found_and_named(check, layout, damage, tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(check, layout, options, message):
     with pytest.raises(ValueError, match=message):
         check(good_tensors(layout), **options)
-
-
-def test_a_dense_layer_in_a_packed_checkpoint_is_refused(check, layout):
-    """Mixed precision that the configuration does not mention."""
-    tensors = good_tensors(layout) | {f"{OTHER}.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
-    with pytest.raises(ValueError, match=rf"missing; it holds '{OTHER}.weight' as BF16"):
-        check(tensors, [MODULE, OTHER])
 
 
 def test_tensors_that_the_models_class_ignores_are_ignored(check, layout):

@@ -1,6 +1,7 @@
 """`NVFP4Config` through transformers' own `from_pretrained` and `save_pretrained`, and checkpoints of other tools."""
 
 import copy
+import ctypes
 import gc
 import json
 import threading
@@ -77,14 +78,8 @@ def test_a_dequantized_model_has_one_dtype_and_the_same_logits(quantized, dtype)
     torch.testing.assert_close(logits(dense).bfloat16(), logits(quantized), **tolerance)
 
 
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"], ids=str)
-def test_device_maps(device_map, tiny_model_dir, quantized):
-    if device_map == "auto" and torch.cuda.is_available():
-        pytest.skip("auto means the GPU here")
-    assert same_state(load(tiny_model_dir("qwen2"), device_map=device_map), quantized)
-
-
-def test_offloading_is_refused(tiny_model_dir):
+def test_device_maps(tiny_model_dir, quantized):
+    assert same_state(load(tiny_model_dir("qwen2"), device_map={"": "cpu"}), quantized)
     places = {"model.embed_tokens": "cpu", "model": "disk", "lm_head": "cpu"}
     with pytest.raises(ValueError, match="cannot be offloaded"):
         load(tiny_model_dir("qwen2"), device_map=places)
@@ -103,10 +98,9 @@ def test_compute_dtype_is_the_model_dtype(compute_dtype, tiny_model_dir):
     ("entries", "kept"),
     [
         (["model.layers.1.mlp"], {f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}),
-        (["*.0.self_attn.[qo]_proj"], {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"}),
         (["re:.*v_proj"], {"model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj"}),
     ],
-    ids=["name", "glob", "regex"],
+    ids=["name", "regex"],
 )
 def test_modules_to_not_convert(entries, kept, tiny_model_dir, tmp_path):
     model = load(tiny_model_dir("qwen2"), NVFP4Config(modules_to_not_convert=entries))
@@ -360,6 +354,7 @@ def test_the_dense_model_is_never_in_memory(quantized, tmp_path):
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(tmp_path)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else freed memory, still counted, would be reused
     before, seen, done = anonymous_memory(), [], threading.Event()
 
     def watch() -> None:

@@ -16,30 +16,22 @@ from qerl_trl.tasks.task import Task
 COLUMNS = {"prompt_column": "text", "answer_column": "label"}
 
 
-def test_a_folder_next_to_the_file(read):
+def test_folders_functions_and_saved_splits(folder, read):
     task = read(dataset_name=".", system_prompt="Be brief.", **COLUMNS)
     train, test = task.splits()
     assert (len(train), len(test), task.label, task.hub_dataset) == (10, 3, "my words", None)
-    assert [m["content"] for m in test[0]["prompt"]] == ["Be brief.", "test 0"]
-    assert test[0]["answer"] == test[0]["label"] == 0
-
-
-def test_rows_of_a_function_and_formatted_ones(read):
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "test 0"}
+    assert test[0] == {"prompt": [system, user], "answer": 0, "label": 0}
     train, test = read(dataset_name="own.py:rows").splits()
     assert (len(train), test[0]["answer"], test[0]["solution"]) == (8, 9, 9)
+    DatasetDict({"train": train, "test": test}).save_to_disk(folder / "saved")
+    assert read(dataset_name="saved").splits()[0].to_list() == train.to_list()
     train, _ = read(dataset_name=".", formatting_func="own.py:turned").splits()
     assert train[1]["prompt"] == [{"role": "user", "content": "turned train 1"}] and train[1]["answer"] == 1
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
-def test_files_of_other_kinds(folder, read, kind):
     for split in ("train", "test"):
-        rows = Dataset.from_json(str(folder / f"{split}.jsonl"))
-        getattr(rows, f"to_{kind}")(folder / "data" / f"{split}.{kind}")
+        Dataset.from_json(str(folder / f"{split}.jsonl")).to_parquet(folder / "data" / f"{split}.parquet")
     train, test = read(dataset_name="data", **COLUMNS).splits()
-    assert (len(train), len(test), test[2]["answer"]) == (10, 3, "2" if kind == "csv" else 2)
-    one = read(dataset_name=f"data/train.{kind}", prompt_column="text", test_split_size=4, reward_funcs=[])
-    assert len(one.splits()[1]) == 4
+    assert (len(train), len(test), test[2]["answer"]) == (10, 3, 2)
 
 
 @pytest.mark.parametrize(("name", "message"), [("train.xlsx", "not"), ("nothing", "a folder without")])
@@ -108,7 +100,6 @@ def test_spaces_and_lines_of_a_file_are_kept(tmp_path):
     [
         ["5", "2.5"],
         ["5", '"x"'],
-        ["2.50", "1.0"],
         ["1e3", "7"],
         ["9" * 40, "1"],
         ["true", '"maybe"'],
@@ -150,7 +141,6 @@ PER_LINE = "one JSON object per line"
         ("train.jsonl.gz", gzip.compress(b'{"question": "1?"}', mtime=0)[:-9], "read: .*Write it again"),
         ("train.jsonl.gz", b"<html>\n", f"read: .*line 1 column 1.*{PER_LINE}"),
         ("train.parquet", b"PAR1", "read: .*Write it again"),
-        ("train.parquet", b"", "read: .*Write it again"),
         ("train.jsonl", b"", r"has the columns \(no row\), but not one of prompt"),
         ("train.csv", b"question;answer\n1?;1\n", "columns question;answer, but not one of prompt, .*prompt_column"),
     ],
@@ -183,21 +173,6 @@ def test_a_prompt_that_is_neither_text_nor_messages(asked):
     data = Dataset.from_list([{"question": asked, "answer": "1"}])
     with pytest.raises(ValueError, match=r"Row 0 .* asks nothing: its 'question' is .* has to be a text.*prompt_col"):
         with_prompts(data)
-
-
-def test_with_prompts():
-    data = Dataset.from_dict({"question": ["1+1?"], "answer": ["1+1=2\n#### 2"]})
-    assert with_prompts(data)[0] == {"answer": "1+1=2\n#### 2", "prompt": [{"content": "1+1?", "role": "user"}]}
-    assert with_prompts(data, "Be brief.")[0]["prompt"][0] == {"content": "Be brief.", "role": "system"}
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_folder_of_save_to_disk(folder, read, whole):
-    rows = Dataset.from_list([{"question": f"{i}?", "answer": str(i)} for i in range(4)])
-    (DatasetDict({"train": rows, "test": rows}) if whole else rows).save_to_disk(folder / "saved")
-    train, test = read(dataset_name="saved", **({} if whole else {"test_split_size": 2})).splits()
-    assert (len(train), len(test)) == ((4, 4) if whole else (2, 2))
-    assert set(train["answer"]) <= set("0123")
 
 
 @pytest.mark.parametrize(

