@@ -20,7 +20,7 @@ from tests.hub_server import TOKEN
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "source" / "your_task.md"
 #: fewer steps and problems than on the page
 SMALL = {
-    "train": "--max_steps 2 --save_steps 2 --per_device_train_batch_size 16 --eval_problems 6 --lora_r 4 --use_cpu true",
+    "train": "--max_steps 2 --save_steps 2 --per_device_train_batch_size 16 --eval_problems 6 --lora_r 4",
     "eval": "--limit 6 --output runs/words/eval-words.json",
 }
 #: end of the page's load.py: the policy as stock PEFT loads it, in a process without this package

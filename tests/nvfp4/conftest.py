@@ -19,7 +19,7 @@ def quantized(tiny_model_dir):
 
 @pytest.fixture
 def edited(tmp_path) -> Callable[..., Path]:
-    """`edited(folder, change)`: a copy of a checkpoint folder whose tensors were given to `change`."""
+    """`edited(folder, change)`: a copy of a checkpoint folder, its tensors changed in place by `change`."""
 
     def edit(folder: Path, change: Callable[[dict], object]) -> Path:
         copy = shutil.copytree(folder, tmp_path / "edited")

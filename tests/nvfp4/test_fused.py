@@ -30,7 +30,7 @@ def test_fused_storage_survives_copies_casts_and_fusing_again(quantized):
 
 
 def attention(scales: list[float]) -> nn.Module:
-    """Something with q_proj, k_proj, v_proj whose weights have these magnitudes."""
+    """A module with q_proj, k_proj, v_proj of these magnitudes."""
     module, generator = nn.Module(), torch.Generator().manual_seed(0)
     for name, scale, rows in zip(QKV, scales, (32, 16, 16), strict=True):
         layer = nn.Linear(64, rows, bias=False)

@@ -18,7 +18,7 @@ MODULE, OTHER = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
 
 
 def good_tensors(layout: str) -> dict[str, torch.Tensor]:
-    """One packed module, with a bias, an activation scale and an all-zero block whose scale is zero."""
+    """One packed module, with a bias, an activation scale and an all-zero block with a scale of zero."""
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
     scale = torch.randint(0x08, 0x7F, (N, K // 16), dtype=torch.uint8, generator=generator)

@@ -232,7 +232,7 @@ def test_deepcopy_of_one_fused_layer_alone():
 
 
 def test_moving_keeps_the_shared_storage():
-    """A CPU has nowhere to move to: `_apply` with a copying function is what `.to(device)` does."""
+    """`_apply` with a copying function, as `.to(device)` calls it."""
     layers = fused_pair()
     before = copy.deepcopy(layers)
     copies = []

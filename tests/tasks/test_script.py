@@ -87,7 +87,7 @@ def test_fewer_problems_than_a_rollout_has_prompts_are_refused_before_a_model_is
         parse(*sizes, "--model_name_or_path", "examples/assets/tiny-tasks", task=own).trainer_arguments()
 
 
-def test_a_model_that_is_none_is_refused_before_data_is_read(parse):
+def test_a_missing_model_is_refused_before_data_is_read(parse):
     own = Task(dataset_name=lambda: pytest.fail("the data was read"), grader="exact")
     with pytest.raises(ValueError, match="typo is neither a folder here nor a Hub id"):
         parse("--model_name_or_path", "./typo", task=own).trainer_arguments()
