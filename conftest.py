@@ -31,7 +31,6 @@ LONGEST = (
     "tests/test_small_examples.py",
     "tests/test_recipes.py",
     "tests/test_notebooks.py",
-    "tests/test_your_task.py",
     "tests/update/test_compiled_layers.py",
     "tests/test_architectures.py",
     "tests/test_trainer.py",

@@ -1,7 +1,7 @@
-"""`NVFP4Linear` against the dense layer with the dequantized weight: values, gradients, what is kept in memory."""
+"""`NVFP4Linear` against the dense layer with the dequantized weight: values, gradients, memory, copies."""
 
 import copy
-import io
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import qerl_nvfp4
 from qerl_trl.nvfp4 import linear as linear_module
-from qerl_trl.nvfp4.format import NVFP4Tensor, dequantize, quantize
 from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, describe, linear
+from tests.nvfp4.models import same_state
 from tests.tiny_models import gathered
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -52,86 +51,39 @@ def forward_backward(layer, x: torch.Tensor, dy_seed: int = 1) -> tuple[torch.Te
 # --- values
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (0, 64)], ids=str)
-def test_forward_and_backward_equal_the_dense_layer_bit_for_bit(shape, dtype, bias):
-    layer = make_layer(bias=bias, dtype=dtype)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+@given(
+    n=st.integers(1, 40),
+    blocks=st.integers(1, 6),
+    leading=st.sampled_from([(), (5,), (2, 3), (0,)]),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_forward_and_backward_equal_the_dense_layer_bit_for_bit(n, blocks, leading, dtype, bias, seed):
+    layer = make_layer(n, 16 * blocks, bias, dtype, seed)
+    x = torch.randn(*leading, 16 * blocks, generator=torch.Generator().manual_seed(seed)).to(dtype)
     for ours, theirs in zip(forward_backward(layer, x), forward_backward(dense(layer), x), strict=True):
-        assert ours.dtype == dtype
-        assert torch.equal(ours, theirs)
-
-
-@given(n=st.integers(1, 40), blocks=st.integers(1, 6), rows=st.integers(1, 5), seed=st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
-def test_any_shape(n, blocks, rows, seed):
-    layer = make_layer(n, 16 * blocks, seed=seed)
-    x = torch.randn(rows, 16 * blocks, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    for ours, theirs in zip(forward_backward(layer, x), forward_backward(dense(layer), x), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_gradients_of_what_is_around_the_layer():
-    """LoRA beside it, a norm before it: the same gradients as through the dense layer."""
-
-    class Block(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            torch.manual_seed(0)
-            self.norm, self.base = nn.RMSNorm(64), base
-            self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 48, bias=False)
-
-        def forward(self, x):
-            x = self.norm(x)
-            return self.base(x) + self.b(self.a(x))
-
-    layer = make_layer(dtype=torch.float32)
-    x = torch.randn(7, 64)
-    gradients = []
-    for base in (layer, dense(layer).requires_grad_(False)):
-        block = Block(base)
-        block(x).square().sum().backward()
-        gradients.append({name: p.grad for name, p in block.named_parameters() if p.requires_grad})
-    assert set(gradients[0]) == {"norm.weight", "a.weight", "b.weight"}
-    for name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][name]), name
+        assert ours.dtype == dtype and torch.equal(ours, theirs)
 
 
 def test_gradcheck_in_double_precision():
     layer = make_layer(6, 16)
-    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, bias: linear(x, *layer.nvfp4, bias), (x, bias))
 
 
-def test_bias_can_learn():
-    layer = make_layer(dtype=torch.float32)
-    layer.bias.requires_grad_(True)
-    twin = dense(layer)
-    x, dy = torch.randn(2, 3, 64), torch.randn(2, 3, 48)
-    layer(x).backward(dy)
-    twin(x).backward(dy)
-    torch.testing.assert_close(layer.bias.grad, twin.bias.grad)
-
-
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float32_input_is_computed_in_compute_dtype_and_returned_as_float32(compute_dtype):
-    layer = make_layer(dtype=compute_dtype)
-    x = torch.randn(5, 64)
+    layer, x = make_layer(dtype=compute_dtype), torch.randn(5, 64)
     y, dx = forward_backward(layer, x)
     assert y.dtype == dx.dtype == torch.float32
     assert torch.equal(y, F.linear(x.to(compute_dtype), layer.dequantize(), layer.bias).float())
-
-
-@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
-def test_autocast_decides_the_dtype(x_dtype):
-    layer = make_layer(dtype=torch.float32)
-    x = torch.randn(5, 64, dtype=x_dtype)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = layer(x), dense(layer)(x)
-    assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours, theirs)
+    for dtype in DTYPES:
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, theirs = layer(x.to(dtype)), dense(layer)(x.to(dtype))
+        assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
 
 
 # --- memory
@@ -152,53 +104,40 @@ def test_backward_keeps_only_packed_bytes():
     assert y.requires_grad
 
 
-def test_parameters_are_frozen_bytes():
-    layer = make_layer()
-    assert {name: (p.dtype, p.requires_grad) for name, p in layer.named_parameters()} == {
-        "weight_packed": (torch.uint8, False),
-        "weight_scale": (torch.uint8, False),
-        "weight_global_scale": (torch.uint8, False),
-        "bias": (torch.bfloat16, False),
-    }
-    assert "weight" not in layer.state_dict()  # it is decoded where it is looked at (test_view.py)
-
-
-@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.float, lambda m: m.to(torch.float16)])
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.float])
 def test_casting_the_module_leaves_the_bytes(cast):
     layer = make_layer()
-    before = {name: p.clone() for name, p in layer.named_parameters() if p.dtype == torch.uint8}
+    before = {name: p.clone() for name, p in layer.named_parameters() if name != "bias"}
+    assert sorted(before) == ["weight_global_scale", "weight_packed", "weight_scale"]
+    assert not any(p.requires_grad for p in layer.parameters()) and "weight" not in layer.state_dict()
     cast(layer)
-    assert all(torch.equal(layer.get_parameter(name), value) for name, value in before.items())
+    for name, value in before.items():
+        assert value.dtype == torch.uint8 and torch.equal(layer.get_parameter(name), value)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_bytes_that_were_gathered_as_floats_are_the_same_bytes(dtype):
-    layer = make_layer(dtype=dtype)
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    twin = gathered(layer, dtype)
-    assert twin.weight_packed.dtype == dtype
-    for found, expected in zip(
-        (*forward_backward(twin, x), *twin.nvfp4), (*forward_backward(layer, x), *layer.nvfp4), strict=True
-    ):
-        assert found.dtype == expected.dtype and torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_gradient_checkpointing(reentrant):
-    first, second = make_layer(64, 64), make_layer(48, 64, seed=1)
-    model = nn.Sequential(first, nn.SiLU(), second)
+def test_bytes_gathered_as_floats_are_the_same_bytes():
+    """FSDP 2 casts whole numbers too."""
+    layer = make_layer()
     x = torch.randn(5, 64, dtype=torch.bfloat16)
-    plain = forward_backward(model, x)
-    recomputed = forward_backward(lambda x: checkpoint(model, x, use_reentrant=reentrant), x)
-    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    twin = gathered(layer, torch.bfloat16)
+    assert twin.weight_packed.dtype == torch.bfloat16
+    results = [(*forward_backward(each, x), *each.nvfp4) for each in (twin, layer)]
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 # --- torch.compile
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("implementation", ["auto", "decode", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "autocast"),
+    [
+        (torch.bfloat16, "auto", False),
+        (torch.bfloat16, "reference", False),
+        (torch.float16, "decode", False),
+        (torch.float32, "auto", True),
+    ],
+)
 def test_compiles_as_one_graph_with_the_same_results(dtype, implementation, autocast):
     torch.compiler.reset()
     model = nn.Sequential(make_layer(64, 64, dtype=dtype), nn.SiLU(), make_layer(48, 64, seed=1, dtype=dtype))
@@ -235,22 +174,26 @@ def test_the_compiler_sees_the_operators_of_the_kernels_package(implementation, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "called"),
-    [(1, "linear"), (128, "linear"), (129, "dequantize"), (1024, "dequantize"), (1536, "dequantize"), (1537, "linear")],
+    ("tokens", "implementation", "called"),
+    [
+        (128, "auto", "linear"),
+        (129, "auto", "dequantize"),
+        (1536, "auto", "dequantize"),
+        (1537, "auto", "linear"),
+        (1, "decode", "dequantize"),
+    ],
 )
-def test_training_micro_batches_compile_no_kernel_of_their_own(monkeypatch, tokens, called):
-    """A first step of a micro-batch of 129 to 1024 tokens took minutes: one kernel per shape and range of lengths was compiled. Above 1536 the
-    kernels' own choice is to decode, too."""
+def test_training_micro_batches_compile_no_kernel_of_their_own(monkeypatch, tokens, implementation, called):
+    """Else a first step of 129 to 1024 tokens takes minutes. Above 1536 the kernels' own choice is to decode."""
     calls = []
     package = SimpleNamespace(
         select=qerl_nvfp4.select,
         linear=lambda x, *rest: calls.append("linear") or x.new_zeros(*x.shape[:-1], 64),
         dequantize=lambda *rest: calls.append("dequantize") or torch.zeros(64, 64, dtype=torch.bfloat16),
     )
-    monkeypatch.setattr(linear_module, "_pick", lambda *rest: package)
-    layer = make_layer(64, 64)
-    assert layer(torch.randn(1, tokens, 64, dtype=torch.bfloat16)).shape == (1, tokens, 64)
-    assert calls == [called]
+    monkeypatch.setattr(linear_module, "_kernels", lambda device: (package, ""))
+    y = make_layer(64, 64)(torch.randn(1, tokens, 64, dtype=torch.bfloat16), implementation)
+    assert y.shape == (1, tokens, 64) and calls == [called]
 
 
 # --- copies and moves
@@ -272,11 +215,6 @@ def is_fused(layers: nn.ModuleDict) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.data_ptr() == a.data_ptr() + a.numel()
 
 
-def same_state(one: nn.Module, other: nn.Module) -> bool:
-    a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 def test_deepcopy_keeps_the_shared_storage_and_shares_nothing_with_the_original():
     layers = fused_pair()
     twin = copy.deepcopy(layers)
@@ -287,40 +225,21 @@ def test_deepcopy_keeps_the_shared_storage_and_shares_nothing_with_the_original(
 
 def test_deepcopy_of_one_fused_layer_alone():
     layers = fused_pair()
-    alone = copy.deepcopy(layers["b"])
-    assert same_state(alone, layers["b"])
+    twice = copy.deepcopy(nn.ModuleList([layers["b"], layers["b"]]))
+    assert same_state(twice[0], layers["b"]) and twice[0] is twice[1]
     x = torch.randn(2, 64, dtype=torch.bfloat16)
-    assert torch.equal(alone(x), layers["b"](x))
+    assert torch.equal(twice[0](x), layers["b"](x))
 
 
-def test_deepcopy_keeps_parameters_shared_within_the_module_shared():
-    layer = make_layer()
-    twin = copy.deepcopy(nn.ModuleList([layer, layer]))
-    assert twin[0] is twin[1]
-
-
-def test_moving_keeps_the_shared_storage(monkeypatch):
-    """A CPU has nowhere to move to: `_apply` with a copying function is what `.to(device)` does."""
+def test_moving_keeps_the_shared_storage():
+    """`_apply` with a copying function, as `.to(device)` calls it."""
     layers = fused_pair()
     before = copy.deepcopy(layers)
     copies = []
     layers._apply(lambda tensor: copies.append(tensor.nbytes) or tensor.clone())
     assert same_state(layers, before) and is_fused(layers)
     assert copies.count(48 * 32) == 1, "the fused storage was copied more than once"
-
-
-@pytest.mark.gpu
-def test_moving_to_the_gpu_keeps_the_shared_storage():
-    layers = fused_pair()
-    before = copy.deepcopy(layers)
-    layers.to("cuda")
-    assert is_fused(layers)
-    layers.to("cpu")
-    assert is_fused(layers) and same_state(layers, before)
-
-
-def test_to_dtype_does_not_break_the_shared_storage():
-    assert is_fused(fused_pair().to(torch.float16))
+    assert is_fused(layers.to(torch.float16))
 
 
 def test_meta_and_to_empty():
@@ -330,81 +249,20 @@ def test_meta_and_to_empty():
     assert layers["a"].weight_packed.shape == (32, 32)
 
 
-def test_torch_save_and_state_dict_round_trip():
-    layers = fused_pair()
-    buffer = io.BytesIO()
-    torch.save(layers, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    assert same_state(layers, loaded) and is_fused(loaded)
-    empty = nn.ModuleDict({"a": NVFP4Linear(64, 32), "b": NVFP4Linear(64, 16)})
-    empty.load_state_dict(layers.state_dict())
-    assert same_state(layers, empty)
-
-
 # --- construction, choice, errors
 
 
-def test_from_nvfp4_copies_nothing_and_accepts_float8_scales():
-    packed, block_scale, global_scale = quantize(torch.randn(48, 64))
-    layer = NVFP4Linear.from_nvfp4(NVFP4Tensor(packed, block_scale.view(torch.float8_e4m3fn), global_scale))
-    assert layer.weight_packed.data_ptr() == packed.data_ptr()
-    assert torch.equal(layer.weight_scale, block_scale)
-    assert layer.global_scale.item() == global_scale.item()
-    assert torch.equal(layer.dequantize(), dequantize(packed, block_scale, global_scale))
-
-
-def test_a_width_that_is_no_multiple_of_16_is_refused_by_torch():
-    with pytest.raises(RuntimeError, match="is invalid for input of size"):
-        NVFP4Linear.from_linear(nn.Linear(24, 8))
-
-
-def test_decoded_weights_launch_no_kernel_for_few_tokens(monkeypatch):
-    """A stand-in for the kernels: each call is recorded."""
-    asked = []
-
-    class Kernels:
-        @staticmethod
-        def linear(x, *rest):
-            raise AssertionError("a kernel for few tokens")
-
-        @staticmethod
-        def dequantize(*given):
-            asked.append("dequantize")
-            return dequantize(*given)
-
-    monkeypatch.setattr(linear_module, "_kernels", lambda device: (Kernels, ""))
+def test_decoded_weights_are_used_inside_the_context_only():
     model = nn.Sequential(make_layer(64), make_layer(48))
     model[1].implementation = "reference"
-    x = torch.randn(3, 64, dtype=torch.bfloat16)
-    with decoded_weights(model):
-        y = model(x)
-    assert asked == ["dequantize"]
-    assert torch.equal(y, dense(model[1])(dense(model[0])(x)))
-    assert [layer.implementation for layer in model] == ["auto", "reference"], "as before"
     with pytest.raises(KeyError), decoded_weights(model):
+        assert [layer.implementation for layer in model] == ["decode", "reference"]
         raise KeyError
-    assert model[0].implementation == "auto"
+    assert [layer.implementation for layer in model] == ["auto", "reference"]
 
 
 def test_describe_is_one_line_with_a_reason():
-    line = describe("cpu")
-    assert "\n" not in line
-    assert "reference" in line and "CUDA" in line
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 200])
-def test_the_kernels_agree_with_the_reference(rows):
-    if "reference" in describe("cuda").split(";")[0]:
-        pytest.skip(describe("cuda"))
-    layer = make_layer(512, 1024).cuda()
-    x = torch.randn(rows, 1024, dtype=torch.bfloat16, device="cuda")
-    layer.implementation = "reference"
-    expected = forward_backward(layer, x)
-    layer.implementation = "kernel"
-    for ours, theirs in zip(forward_backward(layer, x), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
+    assert re.fullmatch("NVFP4 linear on cpu: reference .*CUDA.*", describe("cpu"))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.nvfp4.view import DecodedPart, DecodedWeight
+from qerl_trl.nvfp4.view import DecodedWeight
 
 
 @pytest.fixture
@@ -21,14 +21,7 @@ def test_it_reads_as_the_dequantized_weight(layer):
     view, dense = layer.weight, layer.dequantize()
     assert isinstance(view, DecodedWeight) and view.shape == (32, 64) and view.dtype == torch.bfloat16
     assert view.device == dense.device and not view.requires_grad
-    for look in (
-        lambda w: w,
-        lambda w: w.data,
-        lambda w: w.float().sum(),
-        lambda w: w.T @ w,
-        lambda w: w[3:5],
-        copy.deepcopy,
-    ):
+    for look in (lambda w: w.data, lambda w: w.float().sum(), lambda w: w.T @ w, lambda w: w[3:5], copy.deepcopy):
         assert torch.equal(look(view), look(dense))
     assert isinstance(layer, NVFP4Linear) and "weight" not in dict(layer.named_parameters())
 
@@ -48,53 +41,47 @@ def test_its_own_weight_changes_nothing(layer, given):
     assert isinstance(layer, NVFP4Linear) and torch.equal(layer.weight, before)
 
 
-def test_the_weight_of_another_packed_layer_is_copied_as_it_reads(layer):
+def test_the_weight_of_another_packed_layer_is_copied(layer):
     other = NVFP4Linear.from_linear(nn.Linear(64, 32).bfloat16())
     layer.weight = other.weight
     assert type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not layer.weight.requires_grad
     assert torch.equal(layer.weight, other.dequantize()) and isinstance(other, NVFP4Linear)
 
 
-def _add_to_a_name(layer, delta):
+def add_to_a_name(layer, delta):
     weight = layer.weight.data
     weight += delta
 
 
-def _in_place(layer, delta):
+def add_in_place(layer, delta):
     with torch.no_grad():
         layer.weight.add_(delta)
 
 
-def _augmented(layer, delta):
+def add_to_data(layer, delta):
     layer.weight.data += delta
 
 
-def _assigned(layer, delta):
-    layer.weight.data = layer.weight.data + delta
-
-
-def _replaced(layer, delta):
+def replace(layer, delta):
     layer.weight = nn.Parameter(layer.weight.data + delta, requires_grad=False)
 
 
-def _out(layer, delta):
+def write_out(layer, delta):
     torch.add(layer.weight, delta, out=layer.weight)
 
 
-def _item(layer, delta):
+def set_items(layer, delta):
     layer.weight[:] = layer.dequantize() + delta
 
 
-@pytest.mark.parametrize("write", [_add_to_a_name, _in_place, _augmented, _assigned, _replaced, _out, _item])
+@pytest.mark.parametrize("write", [add_to_a_name, add_in_place, add_to_data, replace, write_out, set_items])
 def test_a_write_makes_the_layer_dense(layer, write):
     before, delta = layer.dequantize(), torch.randn(32, 64).bfloat16()
     x, bias = torch.randn(3, 64, dtype=torch.bfloat16), layer.bias
     write(layer, delta)
-    assert (
-        type(layer) is nn.Linear and sorted(dict(layer.named_parameters())) == ["bias", "weight"] and layer.bias is bias
-    )
+    assert type(layer) is nn.Linear and vars(layer).keys() == vars(nn.Linear(1, 1)).keys()
+    assert sorted(layer.state_dict()) == ["bias", "weight"] and layer.bias is bias
     assert torch.equal(layer.weight, before + delta) and torch.equal(layer(x), F.linear(x, before + delta, bias))
-    assert list(layer.state_dict()) == ["bias", "weight"] or sorted(layer.state_dict()) == ["bias", "weight"]
 
 
 @pytest.mark.parametrize(
@@ -102,35 +89,28 @@ def test_a_write_makes_the_layer_dense(layer, write):
     [
         lambda w: w[0].fill_(1),
         lambda w: w.T.add_(1),
-        lambda w: w.view(-1).mul_(2),
         lambda w: w.chunk(2)[0].zero_(),
         lambda w: w.data[0].copy_(w.data[1]),
         lambda w: w.view(-1).__setitem__(0, 1),
         lambda w: torch.add(w[0], 1, out=w[0]),
     ],
 )
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_write_to_a_part_that_would_be_lost_is_refused(layer, write, grad):
+def test_a_write_to_a_part_that_would_be_lost_is_refused(layer, write):
     before = layer.dequantize()
-    assert isinstance(layer.weight[0], DecodedPart)
-    with (
-        torch.set_grad_enabled(grad),
-        pytest.raises(RuntimeError, match=r"would write to a part of a decoded copy.*dequantize"),
-    ):
-        write(layer.weight)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"write to a part.*dequantize"):
+            write(layer.weight)
     assert isinstance(layer, NVFP4Linear) and torch.equal(layer.dequantize(), before)
 
 
 @pytest.mark.parametrize("ask", [lambda w: w.requires_grad_(), lambda w: setattr(w, "requires_grad", True)])
 def test_a_gradient_is_refused(layer, ask):
-    with pytest.raises(
-        RuntimeError, match=r"\(32, 64\) is packed in 4 bits and has no gradient.*modules_to_not_convert"
-    ):
+    with pytest.raises(RuntimeError, match=r"\(32, 64\) is packed in 4 bits.*modules_to_not_convert"):
         ask(layer.weight)
     layer.weight.requires_grad_(False)
 
 
-def test_what_a_layer_returns_can_be_added_to_in_place(layer):
+def test_the_output_of_a_layer_can_be_added_to_in_place(layer):
     x = torch.randn(2, 3, 64, dtype=torch.bfloat16, requires_grad=True)
     y = layer(x)
     y += 1

@@ -1,10 +1,14 @@
+"""Answers found in completions, and compared with the reference by each grader."""
+
+import logging
+
 import pytest
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_trl.tasks.data import with_prompts
-from qerl_trl.tasks.grading import correctness, final_answer, format_reward, grader_of, is_correct
+from qerl_trl.tasks import run
+from qerl_trl.tasks.grading import correctness, final_answer, format_reward, grader_of, in_form, is_correct
+from qerl_trl.tasks.task import Task
 
 GOOD = "3 + 4 = 7\n#### 7"
 
@@ -13,17 +17,15 @@ GOOD = "3 + 4 = 7\n#### 7"
     ("text", "expected"),
     [
         (GOOD, "7"),
-        ("#### 1\n#### 2", "2"),
         (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
         (r"so \boxed{\frac{\sqrt{3}}{3}} it is", r"\frac{\sqrt{3}}{3}"),
         (r"first \boxed{2}. Then \boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{2}, or \boxed{3", None),  # cut off: what it would have said is not known
+        (r"\boxed{2}, or \boxed{3", None),  # cut off
         ("#### Step 1: Expand\nx\n#### Step 2: Simplify\nSo the answer is \\boxed{5}.", "5"),  # headings in Markdown
         ("\\boxed{4} was wrong.\n#### 5", "5"),
         ("#### \\boxed{5}", "5"),
         ("#### 7, or \\boxed{8", "7, or \\boxed{8"),
         ("the answer is 7", None),
-        ("####", None),
         ("#### \n7", None),
         ("", None),
     ],
@@ -38,16 +40,12 @@ def test_final_answer(text, expected):
         (GOOD, "work\n#### 7", True),
         ("x\n#### 1,234", "1234", True),
         ("x\n#### $18.00", "18", True),
-        ("x\n#### 7.", "7", True),
-        ("x\n#### 8", "7", False),
         ("x\n#### 77", "7", False),
         ("7", "7", False),
         (r"\boxed{\frac{1}{2}}", "0.5", True),
         (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"so \boxed{\frac{\sqrt{3}}{3}}", True),
         (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"\boxed{\frac{\sqrt{3}}{2}}", False),
-        ("x\n#### 1/2", "0.5", True),
         ("x\n#### 7 apples", "7", True),
-        ("x\n#### none", "7", False),
     ],
 )
 def test_is_correct(text, gold, expected):
@@ -66,44 +64,34 @@ def test_is_correct(text, gold, expected):
         ("math", "357", "3,5,7", False),  # a comma that parts members is no thousands separator
         ("math", "7,5,3", "3,5,7", True),
         ("math", "12", "1,2", False),
-        ("math", "1200", "1,200", True),
         ("numeric", "1,200,000.5", "1200000.5", True),
         ("numeric", "10,00", "1000", False),
         ("auto", r"\text{Yes}", "Yes", True),
-        ("auto", "**Yes**", "yes", True),
-        ("auto", "**12**", "12", True),
         ("auto", "4DR", "R2D2", False),
-        ("auto", "$R2D2$", "R2D2", True),
         ("auto", r"\(p1\)", "p1", True),
-        ("auto", "2 : 3 : 5", "2:3:5", True),
         ("auto", r"2\!:\!3\!:\!5", "2:3:5", True),
-        ("auto", "1 - 2 - 3", "1-2-3", True),
-        ("auto", "1:2:4", "1:2:3", False),
-        ("auto", "R2D2.", "R2D2", True),
         ("auto", "2024-01-02.", "2024-01-02", True),
-        ("auto", "192.168.0.1.", "192.168.0.1", True),
         ("auto", "$R2D2$.", "R2D2", True),
-        ("auto", r"$\text{R2D2}$", "R2D2", True),
-        ("auto", "2{:}3{:}5", "2:3:5", True),
         ("auto", r"2\colon3\colon5", "2:3:5", True),
         ("auto", "2:3:5", "$2 : 3 : 5$", True),
         ("auto", "-5", "2 - 3 - 4", True),
-        ("auto", "$-5$", "$2 - 3 - 4$", True),
-        ("auto", "r2d2", "R2D2", True),
         ("auto", "168.192.0.1", "192.168.0.1", False),
-        ("auto", "2024-02-01", "2024-01-02", False),
         ("auto", "E5 E4", "E4 E5", False),
         ("auto", "2x", "x2", False),
         ("auto", "x \\cdot 2", "2x", True),
         ("exact", "Planet", "planet", False),
         ("exact", " two  words ", "two words", True),
-        ("numeric", "1,200.0", "1200", True),
         ("numeric", "12 or 13", "12", False),
     ],
 )
 def test_graders(grader, answer, gold, expected):
     assert is_correct(f"work\n#### {answer}", gold, grader) is expected
     assert correctness(grader)([f"#### {answer}"], answer=[gold]) == [float(expected)]
+
+
+def test_a_truth_value_is_right_in_either_spelling():
+    verdicts = [is_correct(text, True, "exact", True) for text in ("true", "True", "false", "1")]
+    assert verdicts == [True, True, False, False]
 
 
 def test_a_grader_of_ones_own(tmp_path):
@@ -118,18 +106,12 @@ def test_a_grader_of_ones_own(tmp_path):
     [
         ("fuzzy", "'fuzzy' is none of auto, exact, numeric, math.*file.py:function"),
         ("absent.py:f", "cannot be found"),
-        ("math:nothing", "math has no function 'nothing'"),
         ("math:pi", "math has no function 'pi'"),
     ],
 )
 def test_an_unknown_grader_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         grader_of(name)
-
-
-def test_a_reference_that_is_no_number_is_told():
-    with pytest.raises(ValueError, match=r"'planet' is no number.*another grader"):
-        is_correct("#### 3", "planet", "numeric")
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
@@ -144,8 +126,6 @@ def test_numbers_are_correct_iff_equal(a, b):
         ("#### 7", 0.0),
         ("a\n#### 7\nmore", 0.0),
         ("a\n#### 7\n#### 7", 0.0),
-        ("a\n7", 0.0),
-        ("a\n####", 0.0),
     ],
 )
 def test_format(text, expected):
@@ -158,9 +138,20 @@ def test_rewards_read_conversational_completions():
     assert format_reward(completions) == [1.0, 0.0]
 
 
-def test_with_prompts():
-    data = Dataset.from_dict({"question": ["1+1?"], "answer": ["1+1=2\n#### 2"]})
-    assert with_prompts(data)[0] == {"answer": "1+1=2\n#### 2", "prompt": [{"content": "1+1?", "role": "user"}]}
-    assert with_prompts(data, "Be brief.")[0]["prompt"][0] == {"content": "Be brief.", "role": "system"}
-    with pytest.raises(ValueError, match="question"):
-        with_prompts(data.rename_column("question", "q"))
+@pytest.mark.parametrize(
+    ("grader", "form", "text", "expected"),
+    [
+        ("auto", "marked", "so 6\n#### 6", True),
+        ("auto", "marked", r"so \boxed{7}", True),
+        ("auto", "marked", "The answer is 6.", False),
+        ("numeric", "whole", " 7 ", True),
+        ("numeric", "whole", "The answer is 6.", False),
+        ("exact", "whole", "The answer is 6.", True),
+        ("exact", "whole", " ", False),
+    ],
+)
+def test_a_first_rollout_without_an_answer_in_the_graders_form_gives_a_warning(caplog, grader, form, text, expected):
+    assert in_form(text, grader, form == "whole") is expected
+    with caplog.at_level(logging.WARNING):
+        run._warn_of_form([text, ""], Task(grader=grader, answer_format=form))
+    assert len(caplog.messages) == (not expected) and all(len(message) <= 200 for message in caplog.messages)

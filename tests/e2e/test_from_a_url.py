@@ -17,54 +17,44 @@ from qerl_trl import QeRLConfig
 from qerl_trl.support.recipes import config_file
 from qerl_trl.tasks.task import TaskArguments
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RAW = PROJECT["urls"]["Repository"].replace("github.com", "raw.githubusercontent.com") + "/main/"
-#: PEP 723's own expression
+#: the expression of PEP 723
 HEADER = re.compile(r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$")
-# without a header: it imports the example beside it
+# tool_call imports another example
 ALONE = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "tool_call"]
-QUICKSTART = (ROOT / "docs" / "source" / "quickstart.md").read_text()
 
 
-def is_ours(requirement: Requirement) -> bool:
-    return requirement.name == PROJECT["name"] and requirement.url == f"git+{PROJECT['urls']['Repository']}"
+def extras_of(dependencies: list[str]) -> set[str]:
+    """Extras of the only dependency, this package from its repository."""
+    (requirement,) = map(Requirement, dependencies)
+    assert (requirement.name, requirement.url) == (PROJECT["name"], f"git+{PROJECT['urls']['Repository']}")
+    assert requirement.extras <= PROJECT["optional-dependencies"].keys()
+    return requirement.extras
 
 
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
 def test_header(path):
     (found,) = HEADER.finditer(path.read_text())
-    assert found["type"] == "script"
     header = tomllib.loads("".join(line[2:] for line in found["content"].splitlines(keepends=True)))
-    assert header["requires-python"] == PROJECT["requires-python"]
-    (requirement,) = map(Requirement, header["dependencies"])
-    assert is_ours(requirement)
-    # math is imported by what the script runs, trackio is the logger where it is installed
-    assert requirement.extras == {"math", "track"} <= PROJECT["optional-dependencies"].keys()
+    assert found["type"] == "script" and header["requires-python"] == PROJECT["requires-python"]
+    assert extras_of(header["dependencies"]) == {"math", "track"}
     siblings = {other.stem for other in path.parent.glob("*.py")}
     assert not set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)) & siblings
 
 
-def line_of(start: str) -> list[str]:
-    (line,) = (line for line in QUICKSTART.splitlines() if line.startswith(start))
-    return shlex.split(line)
-
-
-def check_script(words: list[str]) -> None:
-    script = words[next(i for i, word in enumerate(words) if word.startswith("https://"))]
-    assert (ROOT / script.removeprefix(RAW)) in ALONE
-    assert config_file(words[words.index("--config") + 1]).is_file()
-
-
-def test_the_line_for_uv():
-    check_script(line_of("uv run https"))
-
-
-def test_the_line_for_jobs(monkeypatch):
+@pytest.mark.parametrize("start", ["uv run https", "hf jobs uv run"])
+def test_the_line_for_jobs(start, monkeypatch):
     """Through huggingface_hub's own command line, with the script as a file: it reads the header, and sends no job."""
-    words = line_of("hf jobs uv run")
-    check_script(words)
-    arguments = [str(ROOT / word.removeprefix(RAW)) if word.startswith(RAW) else word for word in words]
+    page = (ROOT / "docs" / "source" / "quickstart.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith(start))
+    words = [str(ROOT / word.removeprefix(RAW)) if word.startswith(RAW) else word for word in shlex.split(line)]
+    assert {Path(word) for word in words} & set(ALONE) and not any(word.startswith("https") for word in words)
+    recipe = config_file(words[words.index("--config") + 1])
+    assert recipe.is_file()
+    if start != "hf jobs uv run":
+        return
     sent = {}
 
     def run(self, script, **options):
@@ -72,17 +62,14 @@ def test_the_line_for_jobs(monkeypatch):
         raise SystemExit(0)
 
     monkeypatch.setattr(HfApi, "run_uv_job", run)
-    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr("sys.argv", words)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 20)
     (hf,) = importlib.metadata.entry_points(group="console_scripts", name="hf")
     with pytest.raises(SystemExit) as ended:
         hf.load()()
     assert ended.value.code == 0 and sent["script"] == str(ROOT / "examples" / "grpo_gsm8k.py")
-    (requirement,) = map(Requirement, sent["dependencies"])
-    assert is_ours(requirement) and requirement.extras == {"vllm", "bnb"} <= PROJECT["optional-dependencies"].keys()
+    assert extras_of(sent["dependencies"]) >= {"vllm", "bnb"}
     assert sent["flavor"] in {hardware.value for hardware in JobHardware} and "HF_TOKEN" in sent["secrets"]
-    given = sent["script_args"]
-    recipe = yaml.safe_load(config_file(given[given.index("--config") + 1]).read_text())
-    fields = {*recipe, *(word[2:] for word in given if word.startswith("--"))} - {"config"}
+    options = {word[2:] for word in sent["script_args"] if word.startswith("--")} - {"config"}
     known = {f.name for cls in (TaskArguments, QeRLConfig, ModelConfig) for f in dataclasses.fields(cls)}
-    assert fields <= known
+    assert {*yaml.safe_load(recipe.read_text()), *options} <= known

@@ -1,18 +1,21 @@
-"""Arms x seeds: a folder each, finished runs stay, failed ones go on, and the table is paired by seed."""
+"""`qerl-trl train` starts the example; `qerl-trl arms` runs arms x seeds, resumes failed ones, and pairs the table."""
 
 import json
-import subprocess
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from qerl_trl.cli import train as cli_arms
+from qerl_trl.cli import train as command
 from qerl_trl.config import BASE_FORMATS
 from qerl_trl.support import recipes
 from qerl_trl.tasks import arms as comparison
 from tests.faults.tiny_runs import call
 
-#: stands in for examples/grpo_gsm8k.py: what it writes depends on arm and seed; it fails where there is a file `broken-<folder>`
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+#: instead of examples/grpo_gsm8k.py: its results depend on arm and seed; it fails if a file `broken-<folder>` exists
 STAND_IN = """
 import json, pathlib, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -39,7 +42,7 @@ def arms(tmp_path, monkeypatch):
     (examples / "configs").mkdir(parents=True)
     (examples / "grpo_gsm8k.py").write_text(STAND_IN)
     (examples / "configs" / "small.yaml").write_text("max_steps: 5\n")
-    monkeypatch.setattr(cli_arms, "examples_folder", lambda: examples)
+    monkeypatch.setattr(command, "examples_folder", lambda: examples)
     monkeypatch.setattr(recipes, "examples_folder", lambda: examples)
     return lambda *words: call("arms", "small", "--output_dir", tmp_path / "arms", *words)
 
@@ -68,21 +71,21 @@ def test_each_run_has_a_folder_and_the_table_is_paired(arms, tmp_path):
     assert found["accuracy"]["bf16"]["gain"]["mean"] == pytest.approx(0.52)
 
 
-def test_it_goes_on_where_it_stopped(arms, tmp_path):
+def test_a_failed_run_is_started_again_and_a_finished_one_is_not(arms, tmp_path):
     words = ("--arms", "nvfp4", "bf16", "--seeds", 1)
     (tmp_path / "arms").mkdir()
     (tmp_path / "arms/broken-bf16-1").touch()
-    code, out, said = arms(*words)
+    code, out, err = arms(*words)
     assert code == 1
-    assert "1 of 2 runs failed: bf16 with seed 1 ended with exit code 1 (the engine died)" in said
-    assert "Start the same command again" in said
+    assert "1 of 2 runs failed: bf16 with seed 1 ended with exit code 1 (the engine died)" in err
+    assert "Start the same command again" in err
     assert "| 1 | 20.0 -> 81.0 |  |  |" in out
     (tmp_path / "arms/broken-bf16-1").unlink()
-    code, out, said = arms(*words)
-    assert code == 0 and "nvfp4, seed 1: has ended already" in said
+    code, out, err = arms(*words)
+    assert code == 0 and "nvfp4, seed 1: has ended already" in err
     assert "| 1 | 20.0 -> 81.0 | 20.0 -> 71.0 | -10.0 |" in out
     assert starts(tmp_path / "arms") == {"bf16-1": 2, "nvfp4-1": 1}
-    # with other options every run is asked again, and says itself whether that can be
+    # with other options every run is started again
     assert arms(*words, "--max_steps", 9)[0] == 0
     assert starts(tmp_path / "arms") == {"bf16-1": 3, "nvfp4-1": 2}
 
@@ -92,49 +95,43 @@ def test_runs_that_cannot_be_compared_are_refused(arms, tmp_path):
     results = tmp_path / "arms/nvfp4-1/results.json"
     content = json.loads(results.read_text())
     results.write_text(json.dumps({**content, "steps": 4}))
-    code, _, said = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
-    assert code == 2 and "steps: 4, 5" in said and "another --output_dir" in said
+    code, _, err = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
+    assert code == 2 and "steps: 4, 5" in err and "another --output_dir" in err
     for arm, grader in (("nvfp4", "math"), ("bf16", "exact")):
         way = {"measured_by": {"grader": grader}, "arm": {"base_format": arm, "aqn": True}}
         (tmp_path / f"arms/{arm}-1/results.json").write_text(json.dumps({**content, **way}))
-    code, _, said = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
-    assert code == 2 and "grader: 'math', 'exact'" in said and "nvfp4-1 and bf16-1" in said and "steps" not in said
+    code, _, err = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
+    assert code == 2 and "grader: 'math', 'exact'" in err and "nvfp4-1 and bf16-1" in err and "steps" not in err
 
 
 def test_runs_start_as_the_accelerate_file_says(arms, tmp_path, monkeypatch):
-    """`train` took the file, and `arms` gave it to the script, which has no such option."""
     (tmp_path / "two.yaml").write_text("num_processes: 2\n")
     commands = []
 
-    def launch(command, log):
-        commands.append(command)
+    def launch(words, log):
+        commands.append(words)
         log.write_text("not started")
         return 1
 
-    monkeypatch.setattr(cli_arms, "launch", launch)
-    words = ("--arms", "bf16", "--seeds", 1, "--accelerate_config", tmp_path / "two.yaml")
-    for more in ([], ["--num_processes", "3"]):
-        assert arms(*words, *more)[0] == 1
-        command = commands.pop()
-        script = next(i for i, word in enumerate(command) if word.endswith("grpo_gsm8k.py"))
-        expected = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"), *more]
-        assert command[1:script] == expected and "--accelerate_config" not in command
+    monkeypatch.setattr(command, "launch", launch)
+    words = ["--config_file", str(tmp_path / "two.yaml"), "--num_processes", "3"]
+    assert arms("--arms", "bf16", "--seeds", 1, "--accelerate_config", words[1], *words[2:])[0] == 1
+    (started,) = commands
+    assert started[:7] == [*LAUNCH, *words] and "--accelerate_config" not in started
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--arms", "int8"), "no such arm. Choose from nvfp4, nvfp4-no-noise, bf16"),
         (("--arms", "bf16", "--seed", "4"), "--seed cannot be one for all runs"),
-        (("--arms", "bf16", "--aqn=false"), "--aqn=false cannot be one for all runs"),
         (("--arms", "bf16", "--base-format", "nf4"), "--base-format cannot be one for all runs"),
         (("--arms", "bf16", "--accelerate-config", "absent"), "--accelerate_config absent is no file"),
     ],
-    ids="unknown seed arm hyphens accelerate".split(),
 )
-def test_what_cannot_work_is_refused_before_any_run(words, said, arms, tmp_path):
-    code, _, message = arms(*words)
-    assert code == 2 and said in message
+def test_invalid_options_are_refused_before_any_run(words, expected, arms, tmp_path):
+    code, _, err = arms(*words)
+    assert code == 2 and expected in err
     assert not (tmp_path / "arms").exists()
 
 
@@ -142,7 +139,31 @@ def test_every_base_format_is_an_arm():
     assert {options["base_format"] for options in comparison.ARMS.values()} == set(BASE_FORMATS)
 
 
-def test_comparing_loads_no_torch():
-    code = "import qerl_trl.tasks.arms, sys; print([m for m in ('torch', 'datasets') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
+def test_train_runs_the_example(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    script, config = str(ROOT / "examples/grpo_gsm8k.py"), str(ROOT / "examples/configs/embedded.yaml")
+    file, model = str(ROOT / "examples/accelerate/fsdp2_2.yaml"), ["--model_name_or_path", "a_b"]
+    for words, expected in (
+        (["--config", "embedded", "--aqn", "false"], [sys.executable, script, "--aqn", "false", "--config", config]),
+        (["--num-processes", "2", *model], [*LAUNCH, "--num_processes", "2", script, *model]),
+        (["--num_processes", "2", *model], [*LAUNCH, "--num_processes", "2", script, *model]),
+        (["--num_processes", "1"], [sys.executable, script]),
+        (["--accelerate_config", "fsdp2_2"], [*LAUNCH, "--config_file", file, script]),
+        (
+            ["--accelerate_config", "fsdp2_2", "--num_processes", "4"],
+            [*LAUNCH, "--config_file", file, "--num_processes", "4", script],
+        ),
+    ):
+        call("train", *words)
+        assert started.pop() == expected
+    assert "fsdp2_2, fsdp2_4" in call("train", "--accelerate_config", "fsdp9")[2]
+    code, _, err = call("train", "--config", "gpt9")
+    assert code == 2 and "embedded" in err
+
+
+def test_progress_of_a_quick_command_leaves_a_log_alone(capsys):
+    with command.progress_bar("quantizing") as progress:
+        for _ in range(4):
+            progress(1_000_000_000, 8_000_000_000)
+    assert not capsys.readouterr().err.strip()

@@ -1,0 +1,127 @@
+"""One storage and one global scale for q/k/v and gate/up, and the kernels selected for the engine's matrices."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import qerl_nvfp4
+from qerl_trl import from_pretrained
+from qerl_trl.cli import doctor
+from qerl_trl.model import loading
+from qerl_trl.nvfp4 import fused, linear
+from qerl_trl.nvfp4.architectures import DECODER
+from qerl_trl.nvfp4.format import MIN_BLOCK_SCALE
+from qerl_trl.nvfp4.fused import fuse_storage
+from qerl_trl.nvfp4.linear import NVFP4Linear
+from tests.nvfp4.models import assert_fused, nvfp4_layers, same_state
+
+QKV = DECODER.groups[0]
+
+
+def test_fused_storage_survives_copies_casts_and_fusing_again(quantized):
+    twin = copy.deepcopy(quantized)
+    assert_fused(twin.to(torch.bfloat16).to("cpu"))
+    assert same_state(twin, quantized)
+    before = {name: layer.weight_packed.data_ptr() for name, layer in nvfp4_layers(twin).items()}
+    assert fuse_storage(twin) == 4
+    assert before == {name: layer.weight_packed.data_ptr() for name, layer in nvfp4_layers(twin).items()}
+
+
+def attention(scales: list[float]) -> nn.Module:
+    """A module with q_proj, k_proj, v_proj of these magnitudes."""
+    module, generator = nn.Module(), torch.Generator().manual_seed(0)
+    for name, scale, rows in zip(QKV, scales, (32, 16, 16), strict=True):
+        layer = nn.Linear(64, rows, bias=False)
+        layer.weight.data = torch.randn(rows, 64, generator=generator) * scale
+        layer.weight.data[0, :16] = 0
+        setattr(module, name, NVFP4Linear.from_linear(layer))
+    return module
+
+
+def test_sharing_a_global_scale_over_a_large_gap_is_exact():
+    model = attention([1.0, 0.01, 2.0**-10])
+    before = [getattr(model, name).dequantize(torch.float32) for name in QKV]
+    assert fuse_storage(model) == 1
+    for name, expected in zip(QKV, before, strict=True):
+        assert torch.equal(getattr(model, name).dequantize(torch.float32), expected)
+
+
+def test_blocks_too_small_for_the_shared_scale_are_rounded_not_blown_up():
+    """2^-16 times smaller: some block scales would fall below 2^-6. Values stay within half a step of 2^-6 / g."""
+    model = attention([1.0, 2.0**-16, 1.0])
+    before = model.k_proj.dequantize(torch.float32)
+    fuse_storage(model)
+    error = (model.k_proj.dequantize(torch.float32) - before).abs()
+    assert 0 < error.max() <= MIN_BLOCK_SCALE / model.k_proj.global_scale
+    assert error.max() / before.abs().max() < 0.2
+
+
+# --- the matrices of the engine and their kernels
+
+
+def two_blocks() -> nn.Module:
+    """Two attentions, one output projection inside an adapter."""
+    blocks = nn.ModuleList(nn.Module() for _ in range(2))
+    for block in blocks:
+        for name, rows in zip((*QKV, "o_proj"), (64, 32, 32, 64), strict=True):
+            setattr(block, name, NVFP4Linear(64, rows))
+    adapted = nn.Module()
+    adapted.base_layer, blocks[0].o_proj = blocks[0].o_proj, adapted
+    return nn.Sequential(blocks, nn.Linear(64, 8))
+
+
+@pytest.fixture
+def l40s(monkeypatch):
+    """The kernels' choice as on an L40S."""
+    from qerl_nvfp4 import ops, select
+
+    for module in (select, ops):
+        monkeypatch.setattr(module, "device_properties", lambda index: ("NVIDIA L40S", 142, (8, 9)))
+    monkeypatch.setattr(select, "shared_memory_limit", lambda index: 99 * 1024)
+    monkeypatch.setattr(ops, "is_available", lambda device: True)
+    monkeypatch.setattr(ops, "_device_index", lambda device: 0)
+    monkeypatch.setattr(linear, "_kernels", lambda device: (qerl_nvfp4, ""))
+    select.explain.cache_clear()
+    yield
+    select.explain.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "packed"])
+def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_dir, packed_model_dir, family):
+    folder = packed_model_dir("compressed-tensors") if family == "packed" else tiny_model_dir(family)
+    found = loading.matrices_of_checkpoint(folder)
+    assert len(found) == 4 and found == fused.packed_matrices(from_pretrained(folder))
+    assert all(matrix.number == 2 for matrix in found), "layers"
+    assert any(len(matrix.rows) == 3 for matrix in found) == (family != "phi3")
+
+
+def test_one_line_per_matrix(l40s):
+    assert fused.selected_for_model(two_blocks(), rank=32) == [
+        "2 x q_proj + k_proj + v_proj 128 x 64: portable up to 128 tokens, dense for more (heuristic)",
+        "2 x o_proj 64 x 64: portable up to 128 tokens, dense for more (heuristic)",
+    ]
+
+
+def test_doctor_lists_the_kernels_of_a_7b_model_and_results_of_tune(l40s, monkeypatch, tmp_path):
+    from qerl_nvfp4 import measured, select
+
+    monkeypatch.setenv("QERL_NVFP4_CACHE", str(tmp_path))
+    monkeypatch.setenv("QERL_NVFP4_TUNED", "1")
+    device = torch.device("cuda")
+    lines = doctor._selected_kernels(device)["kernels"].split("\n")
+    assert [line.split()[1] for line in lines] == ["qkv", "o", "gate_up", "down"]
+    assert all("skinny up to 16 tokens, mma up to 1536 tokens, dense for more" in line for line in lines)
+    shape = {"N": 37888, "K": 3584, "rank": 32, "config": {"kernel": "dense", "pieces": 1}}
+    path = measured.write("NVIDIA L40S", 142, [shape | {"tokens": n} for n in (64, 72)], lambda *_: True)
+    select.forget_measured()
+    assert fused.measured_by_the_user(device) == ([str(path), "37888 x 3584, rank 32: 2 numbers of tokens"], "")
+    lines = doctor._selected_kernels(device)["kernels"].split("\n")
+    assert ["measured on this GPU" in line for line in lines] == [False, False, True, False]
+    path.write_text("damaged")
+    select.forget_measured()
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        found, problem = fused.measured_by_the_user(device)
+    assert found == [] and str(path) in problem
+    select.forget_measured()
