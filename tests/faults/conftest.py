@@ -10,7 +10,7 @@ import pytest
 
 from qerl_trl.publish import card, export
 from qerl_trl.publish.load import TrainedPolicy
-from tests.faults.tiny_runs import EXAMPLE, edit, tiny_policy
+from tests.faults.tiny_runs import EXAMPLE, edit, make_policy
 from tests.rollout.workers import worker_over
 
 
@@ -45,7 +45,7 @@ def dense(tiny_model_dir, tmp_path) -> Path:
 def merged(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
     """A merged model in several shards; read-only."""
     settings = {"base_format": "nvfp4", "model": "some/base"}
-    policy = TrainedPolicy(tiny_policy(tiny_model_dir("llama"), dtype="bfloat16"), tiny_tokenizer, settings)
+    policy = TrainedPolicy(make_policy(tiny_model_dir("llama"), dtype="bfloat16"), tiny_tokenizer, settings)
     facts = {"kind": "merged", "settings": settings, "dataset": None}
     folder = tmp_path_factory.mktemp("exports") / "merged"
     write = lambda partial, record: card.write(partial, facts, record)  # noqa: E731

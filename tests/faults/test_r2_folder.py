@@ -18,7 +18,7 @@ from qerl_trl.publish import export
 from qerl_trl.publish.load import load_any
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import FILE, contents, edit, flip_a_bit, poison, tiny_policy
+from tests.faults.tiny_runs import FILE, contents, edit, flip_a_bit, poison, make_policy
 
 Q = "model.layers.1.self_attn.q_proj"
 BOTH = pytest.mark.parametrize("where", ["load", "quantize"])
@@ -299,7 +299,7 @@ def test_a_model_with_nan_is_not_loaded(sealed, tmp_path):
 @fault("R2.nan")
 @pytest.mark.parametrize("save", [export.save_merged, export.save_base, export.save_merged_nvfp4, export.save_adapter])
 def test_a_policy_with_nan_is_not_exported(save, tiny_model_dir, tmp_path):
-    policy = tiny_policy(tiny_model_dir("llama"), size=0.2)
+    policy = make_policy(tiny_model_dir("llama"), size=0.2)
     name = "lora_A" if save is export.save_adapter else "model.norm.weight"
     with torch.no_grad():
         poison(dict(policy.named_parameters()), name)

@@ -22,11 +22,12 @@ from tests.faults.tiny_runs import (
     FILE,
     REPO,
     WEIGHTS,
-    call,
     contents,
+    fails,
     flip_a_bit,
     in_hub_cache,
-    tiny_policy,
+    make_policy,
+    works,
 )
 from tests.tiny_models import make_tiny_model
 
@@ -44,19 +45,6 @@ def with_base(run, copy, base):
     (copy / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": str(base)}))
     seal(copy, recorded_run(run))
     return copy
-
-
-def fails(words: tuple, *command: object, code: int = 2) -> None:
-    """The command ends with `code` and `words` on stderr."""
-    found, _, err = call(*command)
-    assert found == code and not [word for word in words if str(word) not in err], err
-
-
-def works(*command: object) -> str:
-    """What the command prints on stderr."""
-    code, _, err = call(*command)
-    assert code == 0, err
-    return err
 
 
 # --- another base ---
@@ -220,7 +208,7 @@ def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny
 
 @fault("R7.merge_without_effect")
 def test_a_change_that_four_bits_lose_is_not_published_as_a_model(tiny_model_dir, tiny_tokenizer, tmp_path):
-    policy = tiny_policy(tiny_model_dir("qwen2"), dtype="bfloat16", size=0.0005)
+    policy = make_policy(tiny_model_dir("qwen2"), dtype="bfloat16", size=0.0005)
     recorded = {"base_format": "nvfp4", "model": str(tiny_model_dir("qwen2"))}
     export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, recorded), tmp_path / "run")
     words = ("of the adapter's change survives", "--force", "Publish the adapter")

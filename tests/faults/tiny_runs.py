@@ -20,7 +20,6 @@ PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two"
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 WEIGHTS = "adapter_model.safetensors"
 FILE = "model.safetensors"
-REPO = "tester/model"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k.py"
 
 
@@ -64,9 +63,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def edit(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Load the tensors of a file, `change` them, save what it returns, or what it changed in place."""
+    """`change` the tensors of a file, in place or by returning others."""
     stored = load_file(file)
-    save_file(change(stored) or stored, file, metadata={"format": "pt"})
+    made = change(stored)
+    save_file(made if isinstance(made, dict) else stored, file, metadata={"format": "pt"})
 
 
 def flip_a_bit(file: Path) -> None:
@@ -101,18 +101,32 @@ def call(*words: object) -> tuple[int, str, str]:
     return code, outcome.stdout, outcome.stderr + str(error)
 
 
+def fails(words: tuple, *command: object, code: int = 2) -> None:
+    """The command ends with `code` and `words` on stderr."""
+    found, _, err = call(*command)
+    assert found == code and not [word for word in words if str(word) not in err], err
+
+
+def works(*command: object) -> str:
+    """The command succeeds; returns its stderr."""
+    code, _, err = call(*command)
+    assert code == 0, err
+    return err
+
+
 @torch.no_grad()
-def tiny_policy(folder: Path, dtype: str = "float32", size: float = 0.05) -> Any:
-    """An NVFP4 base of `folder` with a LoRA on all linear layers whose B is not zero."""
-    config = NVFP4Config(compute_dtype=dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), quantization_config=config)
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def make_policy(folder: Path, dtype: str = "float32", size: float = 0.05, base: str = "nvfp4", **lora: Any) -> Any:
+    """A trained-looking policy on the NVFP4 (or dense) base of `folder`: `size` is added to its B and trained modules."""
+    quantization = {"quantization_config": NVFP4Config(compute_dtype=dtype)} if base == "nvfp4" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **quantization)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora})
     torch.manual_seed(0)
-    policy = get_peft_model(model, register_nvfp4_lora(lora))
+    policy = get_peft_model(model, register_nvfp4_lora(config))
     prepare_trainable(policy)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            parameter.add_(torch.randn(parameter.shape) * size)
+        if "lora_B" in name or "modules_to_save" in name or "trainable_tokens" in name:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
     return policy.eval()
 
 

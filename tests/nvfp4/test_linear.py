@@ -1,7 +1,6 @@
 """`NVFP4Linear` against the dense layer with the dequantized weight: values, gradients, what is kept in memory."""
 
 import copy
-import io
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ import qerl_nvfp4
 from qerl_trl.nvfp4 import linear as linear_module
 from qerl_trl.nvfp4.format import NVFP4Tensor, dequantize, quantize
 from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, describe, linear
+from tests.nvfp4.models import same_state
 from tests.tiny_models import gathered
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -183,16 +183,6 @@ def test_bytes_that_were_gathered_as_floats_are_the_same_bytes(dtype):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_gradient_checkpointing(reentrant):
-    first, second = make_layer(64, 64), make_layer(48, 64, seed=1)
-    model = nn.Sequential(first, nn.SiLU(), second)
-    x = torch.randn(5, 64, dtype=torch.bfloat16)
-    plain = forward_backward(model, x)
-    recomputed = forward_backward(lambda x: checkpoint(model, x, use_reentrant=reentrant), x)
-    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
-
-
 # --- torch.compile
 
 
@@ -272,11 +262,6 @@ def is_fused(layers: nn.ModuleDict) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.data_ptr() == a.data_ptr() + a.numel()
 
 
-def same_state(one: nn.Module, other: nn.Module) -> bool:
-    a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 def test_deepcopy_keeps_the_shared_storage_and_shares_nothing_with_the_original():
     layers = fused_pair()
     twin = copy.deepcopy(layers)
@@ -328,18 +313,6 @@ def test_meta_and_to_empty():
     assert all(p.is_meta for p in layers.parameters())
     layers.to_empty(device="cpu")
     assert layers["a"].weight_packed.shape == (32, 32)
-
-
-def test_torch_save_and_state_dict_round_trip():
-    layers = fused_pair()
-    buffer = io.BytesIO()
-    torch.save(layers, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    assert same_state(layers, loaded) and is_fused(loaded)
-    empty = nn.ModuleDict({"a": NVFP4Linear(64, 32), "b": NVFP4Linear(64, 16)})
-    empty.load_state_dict(layers.state_dict())
-    assert same_state(layers, empty)
 
 
 # --- construction, choice, errors

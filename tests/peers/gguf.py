@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from qerl_trl.publish import export
-from tests.publish.test_export import make_policy
+from tests.faults.tiny_runs import make_policy
 from tests.tiny_models import make_tiny_model
 
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "gguf.json"
