@@ -30,7 +30,7 @@ LONGEST = (
     "tests/test_example.py",
     "tests/test_small_examples.py",
     "tests/test_recipes.py",
-    "tests/test_notebooks.py",
+    "tests/e2e/test_notebooks.py",
     "tests/test_your_task.py",
     "tests/update/test_compiled.py",
     "tests/test_architectures.py",

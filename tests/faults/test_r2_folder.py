@@ -18,7 +18,7 @@ from qerl_trl.publish import export
 from qerl_trl.publish.load import load_any
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import FILE, contents, edit, flip_a_bit, poison, make_policy
+from tests.faults.tiny_runs import FILE, contents, edit, flip_a_bit, make_policy, poison
 
 Q = "model.layers.1.self_attn.q_proj"
 BOTH = pytest.mark.parametrize("where", ["load", "quantize"])

@@ -13,8 +13,8 @@ from qerl_trl.cli import train
 from qerl_trl.publish import hub
 from qerl_trl.tasks import run as of_a_task
 from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import REPO, WEIGHTS, contents
-from tests.hub_server import TOKEN
+from tests.faults.tiny_runs import WEIGHTS, contents
+from tests.hub_server import REPO, TOKEN
 
 
 @fault("R6.arms_share_folder", recovered=True)

@@ -20,7 +20,6 @@ from qerl_trl.tasks import evaluation
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import (
     FILE,
-    REPO,
     WEIGHTS,
     contents,
     fails,
@@ -29,6 +28,7 @@ from tests.faults.tiny_runs import (
     make_policy,
     works,
 )
+from tests.hub_server import REPO
 from tests.tiny_models import make_tiny_model
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))

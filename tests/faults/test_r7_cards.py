@@ -8,7 +8,8 @@ import pytest
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import card as cards
 from tests.faults.catalog import fault
-from tests.faults.tiny_runs import REPO, call
+from tests.faults.tiny_runs import call
+from tests.hub_server import REPO
 
 SETTINGS = {
     "base_format": "nvfp4",

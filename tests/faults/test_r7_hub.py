@@ -22,8 +22,8 @@ from qerl_trl.cli import evaluate, make
 from qerl_trl.publish import hub
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import FILE, REPO, WEIGHTS, call, contents, edit, poison
-from tests.hub_server import TOKEN
+from tests.faults.tiny_runs import FILE, WEIGHTS, call, contents, edit, poison
+from tests.hub_server import REPO, TOKEN
 
 COMMIT = r"POST /api/models/.*/commit/.*"
 SECRET = "kx93-vv02-a-token-of-no-known-form"

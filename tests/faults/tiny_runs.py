@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from typer.testing import CliRunner
 
-from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer
+from qerl_trl import NVFP4Config, QeRLGRPOTrainer
 from qerl_trl.cli import main as cli
 from qerl_trl.model.lora import prepare_trainable, register_nvfp4_lora
 
@@ -144,6 +144,7 @@ class TinyRuns:
         model=None,
         peft_config=LORA,
         given=None,
+        trainer_class=QeRLGRPOTrainer,
         **options: Any,
     ) -> QeRLGRPOTrainer:
         """`given`: further arguments of the trainer."""
@@ -155,10 +156,10 @@ class TinyRuns:
             "logging_steps": 1, "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True,
             "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
         }  # fmt: skip
-        return QeRLGRPOTrainer(
+        return trainer_class(
             model or self.model,
             reward,
-            QeRLConfig(**{**defaults, **options}),
+            trainer_class._config_class(**{**defaults, **options}),
             dataset,
             processing_class=self.tokenizer,
             peft_config=None if options.get("base_format") == "full" else peft_config,

@@ -17,9 +17,9 @@ IDS = torch.arange(20, 60)[None]
 
 
 @pytest.fixture
-def trainer_of(tiny_runs):
+def trainer_of(tiny_runs, monkeypatch):
     def build(model, folder, tokenizer, lora=None, **options):
-        tiny_runs.tokenizer = tokenizer
+        monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
         loaded = {} if isinstance(model, str) else {"model_init_kwargs": None}
         config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **lora or {})
         defaults = {"max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "aqn": False}
