@@ -1,4 +1,4 @@
-"""Tiny runs and policies, and what the faults do to them: interrupted, started again, edited on disk, published."""
+"""Tiny runs and policies to interrupt, resume, edit on disk and publish."""
 
 import shutil
 from collections.abc import Callable
@@ -29,11 +29,11 @@ def spread_reward(completions, **kwargs):
 
 
 class Interrupted(BaseException):
-    """What stops a run here; no error of the reward function, as a Ctrl-C is none."""
+    """Stops a run without an error of the reward function, as Ctrl-C does."""
 
 
 def interrupting(calls: int, reward=spread_reward, by=Interrupted):
-    """`reward`, which calls `by` (an exception is raised) in its call number `calls`: in the middle of that rollout."""
+    """`reward`, which calls (or raises) `by` in its call number `calls`, in the middle of that rollout."""
     seen = []
 
     def spread_reward(completions, **kwargs):  # under the name that the run records
@@ -45,12 +45,15 @@ def interrupting(calls: int, reward=spread_reward, by=Interrupted):
     return spread_reward
 
 
-class AfterTheFirstStep(TrainerCallback):
-    """Interrupts a run between its first two steps."""
+class AfterStep(TrainerCallback):
+    """`action(model)` at the end of a step."""
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            raise Interrupted
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            self.action(model)
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -58,7 +61,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """What lies in a folder, but for the mark of the process that trains there."""
+    """The files of a folder without the lock of a training process."""
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".qerl_lock"}
 
 
@@ -81,7 +84,7 @@ def poison(tensors: dict[str, torch.Tensor], name: str = "") -> None:
 
 
 def in_hub_cache(cache: Path, name: str, commit: str, folder: Path) -> Path:
-    """What downloading `name` leaves in the Hub's cache, with `commit` as the newest; the snapshot's folder."""
+    """Put `name` into the Hub's cache, with `commit` as the newest; returns the snapshot's folder."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = shutil.copytree(folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir(exist_ok=True)
@@ -116,7 +119,7 @@ def works(*command: object) -> str:
 
 @torch.no_grad()
 def make_policy(folder: Path, dtype: str = "float32", size: float = 0.05, base: str = "nvfp4", **lora: Any) -> Any:
-    """A trained-looking policy on the NVFP4 (or dense) base of `folder`: `size` is added to its B and trained modules."""
+    """A policy on the NVFP4 (or dense) base of `folder` that looks trained: its B and other trained weights moved."""
     quantization = {"quantization_config": NVFP4Config(compute_dtype=dtype)} if base == "nvfp4" else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **quantization)
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora})
@@ -149,12 +152,10 @@ class TinyRuns:
     ) -> QeRLGRPOTrainer:
         """`given`: further arguments of the trainer."""
         defaults: dict[str, Any] = {
-            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 1,
-            "learning_rate": 1e-3,
-            "logging_steps": 1, "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True,
-            "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
+            "output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
+            "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 2,
+            "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "gradient_checkpointing": False,
+            "learning_rate": 1e-3, "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
         }  # fmt: skip
         return trainer_class(
             model or self.model,
@@ -167,7 +168,7 @@ class TinyRuns:
         )
 
     def command(self, folder: Path, **options: Any) -> QeRLGRPOTrainer:
-        """What the same command does each time: go on where there is something to go on from, train, save."""
+        """The same command each time: resume if there is a checkpoint, train, save."""
         trainer = self.trainer(folder, **options)
         trainer.train(resume_from_checkpoint=trainer.to_resume())
         trainer.save_model()

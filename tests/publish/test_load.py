@@ -1,4 +1,4 @@
-"""Policies of runs that trained more than LoRA on linear layers, rebuilt from their folders: tokens added, rows of tokens trained."""
+"""Policies with more than LoRA on linear layers, rebuilt from their folders: tokens added, rows of tokens trained."""
 
 import shutil
 
