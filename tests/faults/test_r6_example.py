@@ -1,4 +1,4 @@
-"""What a run of the example has measured and saved: kept apart by arm, and not lost to what fails afterwards."""
+"""Results of the example: separate for each arm, and not lost to later failures."""
 
 import json
 import shutil
