@@ -1,5 +1,4 @@
-"""What the page says of TRL's notebooks is of this list; where a clone of TRL is at hand (`QERL_TRL_CHECKOUT`), one of
-them is executed."""
+"""The page shows this list of TRL's notebooks; with a clone of TRL (`QERL_TRL_CHECKOUT`) one of them is executed."""
 
 import json
 import os
