@@ -19,7 +19,6 @@ from tests.hub_server import REPO, TOKEN
 
 @fault("R6.arms_share_folder", recovered=True)
 def test_arms_one_after_the_other_share_nothing(example, tmp_path, monkeypatch):
-    """The command runs the example itself, here in this process."""
     monkeypatch.setattr(train, "launch", lambda command, log: example.main(command[2:]) or 0)
     words = ["arms", "embedded", "--arms", "nvfp4", "bf16-no-noise", "--seeds", "1", "--output_dir", str(tmp_path)]
     outcome = CliRunner().invoke(cli.app, [*words, *example.small])
@@ -52,7 +51,7 @@ def test_other_problems_are_refused_before_any_training(example, measured, tmp_p
     ids=["own grader", "length"],
 )
 def test_another_way_of_measuring_is_refused_after_training(way, other, named, example, tmp_path, monkeypatch):
-    """A grader that was mended between two starts would be a gain of 100 points without any training."""
+    """A grader that was repaired between two starts would be a gain of 100 points without any training."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     text = "def check(answer, reference):\n    return LOOSE\n"
@@ -77,7 +76,7 @@ def test_a_finished_run_is_measured_again_and_the_arm_is_the_one_that_was_traine
     again = example(run)
     assert {**again, "command": 0} == {**first, "command": 0}
     assert (run / WEIGHTS).read_bytes() == (measured / WEIGHTS).read_bytes()
-    # another arm's arguments, let through: nothing is trained with them, so nothing is reported as theirs
+    # with another arm's arguments nothing is trained, so nothing is reported as theirs
     other = example(run, aqn="false", allow_other_settings="true")
     assert other["arm"]["aqn"] is True and other["steps"] == 1
 
@@ -115,13 +114,12 @@ def test_ctrl_c_in_a_measurement_says_what_was_done(moment, example, measured, t
     with pytest.raises(KeyboardInterrupt) as ended:
         example(run)
     said = " ".join(ended.value.__notes__)
-    before, saved = "accuracy before training was being measured. ", f"{run / 'checkpoint-1'}"
     wanted = {
-        "before": f"{before}No checkpoint was written yet, so the same command starts over.",
-        "before, resumed": f"{before}The last whole checkpoint is {saved}: the same command goes on from it",
+        "before": "No checkpoint was written yet, so the same command starts over.",
+        "before, resumed": f"The last whole checkpoint is {run / 'checkpoint-1'}: the same command goes on from it",
         "after": f"training is over, and saved in {run}.",
     }
-    assert wanted[moment] in said and sum(text in said for text in wanted.values()) == 1
+    assert [text in said for text in wanted.values()] == [moment == each for each in wanted]
     if moment == "after":
         assert "the same command measures it" in said
         with pytest.raises(KeyboardInterrupt) as ended:
