@@ -102,7 +102,7 @@ def test_results_are_written_before_the_network_is_touched(example, server, tmp_
 
 
 @pytest.mark.parametrize("moment", ["before", "before, resumed", "after"])
-def test_ctrl_c_in_a_measurement_says_what_was_done(moment, example, measured, tmp_path, monkeypatch):
+def test_ctrl_c_in_a_measurement_names_the_next_command(moment, example, measured, tmp_path, monkeypatch):
     run = tmp_path / "run" if moment == "before" else shutil.copytree(measured, tmp_path / "run")
     if moment == "before, resumed":
         (run / "before.json").unlink()
@@ -120,8 +120,4 @@ def test_ctrl_c_in_a_measurement_says_what_was_done(moment, example, measured, t
         "after": f"training is over, and saved in {run}.",
     }
     assert [text in said for text in wanted.values()] == [moment == each for each in wanted]
-    if moment == "after":
-        assert "the same command measures it" in said
-        with pytest.raises(KeyboardInterrupt) as ended:
-            example(run, resume_from_checkpoint=run / "checkpoint-1")
-        assert "the same command without --resume_from_checkpoint measures it" in " ".join(ended.value.__notes__)
+    assert ("the same command measures it" in said) == (moment == "after")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import card, export, hub
 from qerl_trl.publish.load import TrainedPolicy
-from tests.faults.tiny_runs import make_policy
+from tests.faults.tiny_runs import flip_a_bit, make_policy
 from tests.hub_server import REPO, TOKEN
 
 
@@ -164,9 +164,7 @@ def test_a_folder_of_something_else_and_a_damaged_one(server, exported, tmp_path
     with pytest.raises(ValueError, match=r"cannot be published: qerl_manifest\.json is missing"):
         hub.push_folder(tmp_path, REPO)
     damaged = shutil.copytree(exported / "base", tmp_path / "damaged")
-    with open(damaged / "model.safetensors", "r+b") as file:
-        file.seek(5000)
-        file.write(b"\xff\xff")
+    flip_a_bit(damaged / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot be published: model\.safetensors has other content"):
         hub.push_folder(damaged, REPO)
     assert server.requests == []

@@ -17,6 +17,7 @@ from qerl_trl import NVFP4Config
 from qerl_trl.checkpoint import seal
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.format import SCALE_RULES
+from qerl_trl.nvfp4.headers import INDEX_NAME
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import quantize, write
 from qerl_trl.publish.quantize import quantize_folder
@@ -61,6 +62,9 @@ def test_shards_workers_and_small_pieces_give_the_same_tensors(tiny_model_dir, t
     one, shards = load_file(tmp_path / "one" / FILE), sorted((tmp_path / "many").glob("*.safetensors"))
     many = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
     assert one.keys() == many.keys() and len(shards) > 3
+    index = json.loads((tmp_path / "many" / INDEX_NAME).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
+    assert index["weight_map"].keys() == one.keys()
     assert not [name for name in one if not torch.equal(one[name].view(torch.uint8), many[name].view(torch.uint8))]
 
 
