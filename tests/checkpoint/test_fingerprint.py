@@ -27,7 +27,7 @@ def load(tiny_model_dir):
     return load
 
 
-def test_the_same_whatever_it_was_loaded_from(load, tiny_model_dir, tmp_path):
+def test_the_same_from_every_source(load, tiny_model_dir, tmp_path):
     quantize_folder(str(tiny_model_dir("qwen2")), tmp_path / "packed")
     load().save_pretrained(tmp_path / "saved")
     prints = [load(), load(dtype="float32"), load(tmp_path / "packed"), load(tmp_path / "saved", dtype="float32")]
@@ -64,19 +64,19 @@ def test_the_commit_is_that_of_the_files(load, tiny_model_dir, tmp_path, monkeyp
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs/main").write_text(commit)
 
-    def told(model, **source):
+    def revision_of(model, **source):
         begin_loaded(model, **source)
         return base_revision(model)
 
     arrives(first)
-    assert told(AutoModelForCausalLM.from_pretrained(name)) == first
-    assert told(load(tiny_model_dir("qwen2"))) is None
+    assert revision_of(AutoModelForCausalLM.from_pretrained(name)) == first
+    assert revision_of(load(tiny_model_dir("qwen2"))) is None
     arrives(second)
-    assert told(load(name)) == second
-    assert told(from_pretrained(name, NVFP4Config(), revision=first)) == first
-    assert told(AutoModelForCausalLM.from_pretrained(name), revision="main") == second
-    assert told(AutoModelForCausalLM.from_pretrained(name, revision=first), revision=first) == first
-    assert told(AutoModelForCausalLM.from_pretrained(name, revision=first)) in (None, first)
+    assert revision_of(load(name)) == second
+    assert revision_of(from_pretrained(name, NVFP4Config(), revision=first)) == first
+    assert revision_of(AutoModelForCausalLM.from_pretrained(name), revision="main") == second
+    assert revision_of(AutoModelForCausalLM.from_pretrained(name, revision=first), revision=first) == first
+    assert revision_of(AutoModelForCausalLM.from_pretrained(name, revision=first)) in (None, first)
 
 
 def _flip(tensor):

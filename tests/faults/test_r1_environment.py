@@ -15,7 +15,7 @@ import transformers.training_args
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.checks import environment
 from qerl_trl.rollout.vllm import plugin
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
@@ -47,7 +47,7 @@ def gpu_of(monkeypatch):
 
 def test_no_cuda(no_cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    with told(ValueError, "no CUDA GPU", "qerl-trl doctor", "use_cpu=True"):
+    with raises(ValueError, "no CUDA GPU", "qerl-trl doctor", "use_cpu=True"):
         QeRLConfig(str(tmp_path))
 
 
@@ -57,7 +57,7 @@ def test_driver_old(no_cuda, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    with told(RuntimeError, torch.__version__, TOO_OLD, "update the driver"):
+    with raises(RuntimeError, torch.__version__, TOO_OLD, "update the driver"):
         trainer_with(tmp_path, use_cpu=False)
 
 
@@ -70,7 +70,7 @@ def test_gpu_architecture(gpu_of, tmp_path, capability, said):
     gpu_of(capability, ["sm_80", "sm_90"])
     config = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     config.use_cpu = False
-    with told(RuntimeError, "A GPU", *said):
+    with raises(RuntimeError, "A GPU", *said):
         environment.check(config)
     gpu_of((8, 6), ["sm_80", "sm_90"])
     assert not any(problem.fatal for problem in environment.gpu())
@@ -81,7 +81,7 @@ def test_gpu_architecture(gpu_of, tmp_path, capability, said):
 def test_vllm_missing(monkeypatch, tmp_path, mode):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
-    with told(ImportError, "vLLM is not installed", "use_vllm=False", "pip install 'qerl-trl[vllm]'"):
+    with raises(ImportError, "vLLM is not installed", "use_vllm=False", "pip install 'qerl-trl[vllm]'"):
         trainer_with(tmp_path, use_vllm=True, vllm_mode=mode)
 
 
@@ -91,7 +91,7 @@ def test_vllm_version(monkeypatch, tmp_path, version):
     monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     tested = f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}"
-    with told(ImportError, f"vLLM {version}", tested, "pip install 'qerl-trl[vllm]'"):
+    with raises(ImportError, f"vLLM {version}", tested, "pip install 'qerl-trl[vllm]'"):
         plugin.check_vllm()
 
 
@@ -123,7 +123,7 @@ def test_a_broken_vllm_is_named_where_trl_imports_it(broken_vllm):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_newer_than_what_was_tested_is_one_line_in_one_process(monkeypatch, tmp_path, caplog, process):
+def test_newer_releases_are_one_warning_in_one_process(monkeypatch, tmp_path, caplog, process):
     newer = {"trl": "1.19.0", "transformers": "6.0.0.dev0", "peft": "0.21.99", "vllm": "0.99.0"}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: newer.get(name) or real(name))

@@ -17,7 +17,7 @@ from qerl_trl.nvfp4.headers import INDEX_NAME
 from qerl_trl.publish import export
 from qerl_trl.publish.load import load_any
 from qerl_trl.publish.quantize import quantize_folder
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import FILE, contents, edit, flip_a_bit, make_policy, poison
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -32,7 +32,7 @@ def refused(packed_model_dir, tiny_model_dir, tmp_path) -> Callable[..., None]:
         folder = shutil.copytree(whole, tmp_path / where)
         change(folder)
         damaged = contents(folder)
-        with told(ValueError, str(folder), *words):
+        with raises(ValueError, str(folder), *words):
             qerl_trl.from_pretrained(folder) if where == "load" else quantize_folder(folder, tmp_path / "out")
         assert contents(folder) == damaged and not (tmp_path / "out").exists()
 
@@ -191,7 +191,7 @@ def by_link(folder: Path, other: Path) -> None:
 def test_files_outside_of_the_folder_are_loaded_and_not_quantized(lead, dense, tiny_model_dir, tmp_path):
     lead(dense, shutil.copytree(tiny_model_dir("llama"), tmp_path / "other"))
     qerl_trl.from_pretrained(dense)
-    with told(ValueError, "dense", str(tmp_path / "other" / FILE), "leads out", "name the folder"):
+    with raises(ValueError, "dense", str(tmp_path / "other" / FILE), "leads out", "name the folder"):
         quantize_folder(dense, tmp_path / "out")
 
 
@@ -251,7 +251,7 @@ def test_an_edited_model_folder_is_not_loaded(edited, load, sealed, tmp_path, mo
     seal.seal(folder, seal.recorded_run(folder))
     change, named = FOLDER_EDITS[edited]
     change(folder)
-    with told(ValueError, str(folder), named, "Export or download it again", "remove qerl_manifest.json"):
+    with raises(ValueError, str(folder), named, "Export or download it again", "remove qerl_manifest.json"):
         LOADERS[load](folder)
 
 
@@ -261,7 +261,7 @@ def test_a_flipped_bit_is_found_before_the_first_step(sealed, tiny_runs, tmp_pat
     folder = shutil.copytree(sealed, tmp_path / "model")
     flip_a_bit(folder / FILE)
     trainer = tiny_runs.trainer(tmp_path / "run", model=str(folder))
-    with told(ValueError, str(folder), FILE, "download it again"):
+    with raises(ValueError, str(folder), FILE, "download it again"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -283,7 +283,7 @@ def test_a_policy_with_nan_is_not_exported(save, tiny_model_dir, tmp_path):
     name = "lora_A" if save is export.save_adapter else "model.norm.weight"
     with torch.no_grad():
         poison(dict(policy.named_parameters()), name)
-    with told(ValueError, str(tmp_path), name, "NaN or infinite", "again"):
+    with raises(ValueError, str(tmp_path), name, "NaN or infinite", "again"):
         save(policy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -292,9 +292,9 @@ def test_a_policy_with_nan_is_not_exported(save, tiny_model_dir, tmp_path):
 def test_weights_that_the_last_step_made_infinite_are_not_saved(tiny_runs, tmp_path):
     """The gradient was finite, and no loss comes after it."""
     trainer = tiny_runs.trainer(tmp_path / "run", max_steps=1, learning_rate=1e39)
-    with told(RuntimeError, "8 of 8 trained parameters are not finite", "Nothing was written", "lower learning_rate"):
+    with raises(RuntimeError, "8 of 8 trained parameters are not finite", "Nothing was written", "lower learning_rate"):
         trainer.train()
-    with told(RuntimeError, "not finite", "lower learning_rate"):
+    with raises(RuntimeError, "not finite", "lower learning_rate"):
         trainer.save_model()
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     assert tiny_runs.command(tmp_path / "run", max_steps=1).state.global_step == 1

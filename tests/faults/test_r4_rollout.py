@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl_trl import AQNCallback
 from qerl_trl.rollout.engine import Completion, RolloutError
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.stand_in import StandIn
 from tests.faults.tiny_runs import PROMPTS, AfterStep, spread_reward
 
@@ -108,7 +108,7 @@ ACTIONS = [
 @pytest.mark.parametrize(("action", "options", "words", "again"), ACTIONS)
 def test_the_run_ends_and_its_last_step_is_saved(action, options, words, again, engine_trainer):
     options = {**options, "save_strategy": "steps", "save_steps": 100}
-    with told(RolloutError, *words, "Step 1 is saved", "resume"):
+    with raises(RolloutError, *words, "Step 1 is saved", "resume"):
         train(engine_trainer(**options), action)
     if again:
         trainer = engine_trainer(**options)
@@ -139,7 +139,7 @@ class Shifted(StandIn):
     ],
 )
 def test_an_engine_that_disagrees_from_the_start(engine, words, engine_trainer):
-    with told(RolloutError, *words, "report", "use_vllm=False"):
+    with raises(RolloutError, *words, "report", "use_vllm=False"):
         engine_trainer(engine=engine, rollout_probe="refuse")
 
 
@@ -181,7 +181,7 @@ def test_noise_that_stays_on(engine_trainer):
         engine.set_noise = lambda norms, draw: put(norms, draw) if draw.sigma else 0.0
 
     trainer = train(engine_trainer(), keeps)
-    with told(RolloutError, "noise was left on", "sigma 0.01", "resume"):
+    with raises(RolloutError, "noise was left on", "sigma 0.01", "resume"):
         trainer.vllm_generation.generate_greedily([[5, 6, 7]], 4)
 
 
@@ -197,7 +197,7 @@ def test_noise_that_stays_on_in_evaluation_ends_the_run(engine_trainer, monkeypa
     trainer = engine_trainer(per_device_eval_batch_size=4)
     monkeypatch.setattr(StandIn, "set_noise", only_on)
     trainer.train()  # its second step is noisy
-    with told(RuntimeError, "sigma 0 was asked for", "left on", "restart the engine"):
+    with raises(RuntimeError, "sigma 0 was asked for", "left on", "restart the engine"):
         trainer.evaluate(PROMPTS)
 
 
@@ -243,7 +243,7 @@ def test_a_rollout_function_that_does_not_return_a_number_per_token(engine_train
     def rollout(prompts, trainer):
         return {"prompt_ids": [[5]] * 4, "completion_ids": tokens, "logprobs": logps}
 
-    with told(RolloutError, *words, "rollout_func", "a number"):
+    with raises(RolloutError, *words, "rollout_func", "a number"):
         engine_trainer(rollout).train()
 
 
@@ -269,7 +269,7 @@ def test_log_probabilities_that_are_nan_end_the_run(change, missing, engine_trai
     trainer = engine_trainer()
     tamper(trainer, change)
     words = (f"no finite log-probability for {missing} of the 16 tokens", "resume from the last checkpoint")
-    with told(RuntimeError, *words):
+    with raises(RuntimeError, *words):
         trainer.train()
     assert not any(p.any() for name, p in trainer.model.named_parameters() if "lora_B" in name)
 
@@ -287,7 +287,7 @@ def test_log_probabilities_that_were_not_sampled_with_end_the_run(change, option
     """A constant 0.3 nats are a KL of 0.04, below every threshold."""
     trainer = engine_trainer(max_steps=6, **({"per_device_train_batch_size": 16} if options else {}), **options)
     tamper(trainer, change)
-    with told(RuntimeError, "rollout/logp_gap", *words, "Then resume"):
+    with raises(RuntimeError, "rollout/logp_gap", *words, "Then resume"):
         trainer.train()
     assert trainer.state.global_step == 2  # warned of at once, ended in the third
     assert "The rollout's log-probabilities are not those" in caplog.text

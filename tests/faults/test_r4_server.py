@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qerl_trl.rollout.engine import CALL, SECRET
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.rollout.asgi import KEY, FakeVLLM, allowed, ask, bridged, guarded, http
 from tests.rollout.workers import NORMS, RANK, K, everything, send, taken, update
 
@@ -35,11 +35,11 @@ def test_a_trainer_without_the_secret_learns_how_to_set_it(monkeypatch):
     vllm = FakeVLLM()
     with http(bridged(guarded(vllm))) as (url, requests):
         assert Client(url, KEY, 5).call("qerl_put", "{}") == [{"run": "1"}]
-        with told(RuntimeError, url, "401", f"the same {SECRET}"):
+        with raises(RuntimeError, url, "401", f"the same {SECRET}"):
             Client(url, "another secret", 5)
         before = len(requests)
         monkeypatch.delenv(SECRET, raising=False)
-        with told(RuntimeError, f"export {SECRET}=", "vllm serve", "--middleware"):
+        with raises(RuntimeError, f"export {SECRET}=", "vllm serve", "--middleware"):
             engine(url)
         assert len(requests) == before
     assert len(vllm.asked) == 2
@@ -70,7 +70,7 @@ def test_an_answer_of_another_service(content, words, monkeypatch):
     def answer(method, path, headers, body):
         return 200, b'{"data": [{"id": "m"}]}' if path == "/v1/models" else content
 
-    with http(answer) as (url, _), told(RuntimeError, url, "vllm serve", *words):
+    with http(answer) as (url, _), raises(RuntimeError, url, "vllm serve", *words):
         engine(url)
 
 
@@ -81,10 +81,10 @@ def test_another_service_on_the_port_or_none(monkeypatch):
     monkeypatch.setenv(SECRET, KEY)
     with (
         http(lambda *request: (404, b"not here")) as (url, _),
-        told(ConnectionError, url, "404", "vllm_server_timeout", "vllm serve"),
+        raises(ConnectionError, url, "404", "vllm_server_timeout", "vllm serve"),
     ):
         engine(url)
-    with told(ConnectionError, url, "refused", "vllm_server_base_url", "vllm serve"):
+    with raises(ConnectionError, url, "refused", "vllm_server_base_url", "vllm serve"):
         engine(url)
 
 
@@ -134,6 +134,6 @@ def test_an_update_with_odd_noise_or_that_arrives_damaged_has_changed_nothing(wo
 
 @needs_vllm
 @pytest.mark.parametrize(("tensor", "name"), [("adapter_a", "q_proj.lora_A"), ("adapter_b", "q_proj.lora_B")])
-def test_what_is_overwritten_is_named(worker, tensor, name):
+def test_an_overwritten_tensor_is_named(worker, tensor, name):
     getattr(worker._qerl_rollout_state.model.qkv_proj, tensor)[0, 0] += 1
     assert worker.qerl_contents()["damaged"] == [name]

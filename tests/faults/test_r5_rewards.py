@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from qerl_trl.checks import rewards as guards
 from qerl_trl.checks.learning import SignalMonitor
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import WEIGHTS
 from tests.faults.tiny_runs import spread_reward as sound_reward
 
@@ -98,13 +98,13 @@ LISTS = [
 
 @pytest.mark.parametrize(("value", "kind", "words"), RETURNED, ids=["inf", "unprintable", "float32", "text", "complex"])
 def test_one_value_that_cannot_be_learned_from(graded_by, value, kind, words):
-    with told(kind, "graded", "completion 7", *words):
+    with raises(kind, "graded", "completion 7", *words):
         rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
 
 
 @pytest.mark.parametrize(("value", "kind", "words"), LISTS, ids=["7 of 8", "str", "DataFrame", "dict"])
 def test_values_that_are_no_list_of_rewards(graded_by, value, kind, words):
-    with told(kind, "graded", *words):
+    with raises(kind, "graded", *words):
         rewards(graded_by(lambda completions, **_: value))
 
 
@@ -118,13 +118,13 @@ def test_nan_is_left_out_and_warned_of_once(graded_by, caplog):
 
 
 @fault("R5.all_none")
-def test_a_run_in_which_nothing_is_graded_ends(graded_by, caplog):
+def test_a_run_without_any_grade_ends(graded_by, caplog):
     trainer = graded_by(lambda completions, **_: [None] * len(completions))
     trainer.reward_funcs[0] = trainer.reward_funcs[1]
     for _ in range(2):
         assert not rollout(trainer)["advantages"].any()
     assert sum("no function of 'spread', 'graded' applied" in message for message in caplog.messages) == 1
-    with told(RuntimeError, "graded", "8 completions", "3 rollouts in a row", "return a number"):
+    with raises(RuntimeError, "graded", "8 completions", "3 rollouts in a row", "return a number"):
         rollout(trainer)
 
 
@@ -173,7 +173,7 @@ RAISE = [
 @fault("R5.raises")
 @pytest.mark.parametrize(("function", "words", "in_a_thread"), RAISE)
 def test_raises_in_the_main_thread_or_outside(graded_by, function, words, in_a_thread):
-    with told(RuntimeError, "'graded'", *words, "resume"):
+    with raises(RuntimeError, "'graded'", *words, "resume"):
         (in_thread if in_a_thread else lambda work: work())(lambda: rewards(graded_by(function)))
 
 
@@ -196,7 +196,9 @@ def hanging_and_catching(completions, **_):
 @pytest.mark.parametrize("function", [hanging, slow, hanging_and_catching])
 def test_hangs(graded_by, function):
     trainer, begun = graded_by(function), time.monotonic()
-    with told(RuntimeError, "'graded' did not return", f"reward_timeout={TIMEOUT} s", "raise reward_timeout", "resume"):
+    with raises(
+        RuntimeError, "'graded' did not return", f"reward_timeout={TIMEOUT} s", "raise reward_timeout", "resume"
+    ):
         rewards(trainer)
     assert time.monotonic() - begun < 10 * TIMEOUT
 
@@ -223,7 +225,7 @@ def spoiled_step(trainer, hook):
 )
 def test_gradient(graded_by, value, said):
     trainer = graded_by(spread)
-    with told(RuntimeError, said, "at step 0", "lora_B", "lower learning rate"):
+    with raises(RuntimeError, said, "at step 0", "lora_B", "lower learning rate"):
         spoiled_step(trainer, lambda grad: torch.full_like(grad, value))
 
 
@@ -232,7 +234,7 @@ def test_nan_loss(graded_by, monkeypatch):
     trainer = graded_by(spread)
     compute = trainer.compute_loss
     monkeypatch.setattr(trainer, "compute_loss", lambda *args, **kwargs: compute(*args, **kwargs) * math.nan)
-    with told(RuntimeError, "the loss is nan at step 0", "no weight was changed", "learning rate"):
+    with raises(RuntimeError, "the loss is nan at step 0", "no weight was changed", "learning rate"):
         spoiled_step(trainer, lambda grad: grad)
 
 

@@ -12,7 +12,7 @@ from qerl_trl.cli import main as cli
 from qerl_trl.cli import train
 from qerl_trl.publish import hub
 from qerl_trl.tasks import run as of_a_task
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import WEIGHTS, contents
 from tests.hub_server import REPO, TOKEN
 
@@ -34,9 +34,9 @@ def test_arms_one_after_the_other_share_nothing(example, tmp_path, monkeypatch):
 def test_other_problems_are_refused_before_any_training(example, measured, tmp_path):
     run = shutil.copytree(measured, tmp_path / "run")
     before = contents(run)
-    with told(ValueError, "before.json", "6 problems then, 4 now", "--eval_problems 6", "another output_dir"):
+    with raises(ValueError, "before.json", "6 problems then, 4 now", "--eval_problems 6", "another output_dir"):
         example(run, eval_problems=4, max_steps=2)
-    with told(ValueError, "before.json", "6 problems both times, but others", "same problems"):
+    with raises(ValueError, "before.json", "6 problems both times, but others", "same problems"):
         example(run, system_prompt="Be brief.", max_steps=2, allow_other_settings="true")
     assert contents(run) == before
 
@@ -63,7 +63,7 @@ def test_another_way_of_measuring_is_refused_after_training(way, other, named, e
     if not other:
         own.write_text(text.replace("LOOSE", "1.0"))
     words = ("measured in another way", named, "same problems, grader and limits", "another output_dir")
-    with told(ValueError, "before.json", *words):
+    with raises(ValueError, "before.json", *words):
         example(**way, **other)
     assert contents(tmp_path / "run") == before
     assert first["measured_by"] == again["measured_by"] and named.split(":")[0] in first["measured_by"]

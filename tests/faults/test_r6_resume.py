@@ -17,7 +17,7 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.publish import export
 from qerl_trl.publish.quantize import quantize_folder
 from qerl_trl.run.resume import REFERENCE_NAME
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import (
     PROMPTS,
     WEIGHTS,
@@ -103,7 +103,7 @@ def test_a_checkpoint_without_an_optimizer_is_not_resumed_unasked(finished, tiny
     sealed = seal.read_manifest(run / "checkpoint-2")
     seal.seal(run / "checkpoint-2", sealed["run"], order=sealed["order"])
     trainer = tiny_runs.trainer(run, max_steps=3)
-    with told(ValueError, "checkpoint-2 keeps no optimizer state", "another checkpoint", "allow_other_settings=True"):
+    with raises(ValueError, "checkpoint-2 keeps no optimizer state", "another checkpoint", "allow_other_settings=True"):
         trainer.train(resume_from_checkpoint=trainer.to_resume())
     trainer.args.allow_other_settings = True
     trainer.train(resume_from_checkpoint=trainer.to_resume())
@@ -121,7 +121,7 @@ def test_the_tensors_of_a_checkpoint_without_a_seal_are_checked(change, words, f
     (foreign / seal.MANIFEST_NAME).unlink()
     edit(foreign / WEIGHTS, change)
     trainer = tiny_runs.trainer(tmp_path / "on")
-    with told(ValueError, str(foreign), *words):
+    with raises(ValueError, str(foreign), *words):
         trainer.train(resume_from_checkpoint=str(foreign))
     assert trainer.state.global_step == 0
 
@@ -133,7 +133,7 @@ def test_an_adapter_is_no_checkpoint(sealed, tiny_runs, tmp_path):
     folder = str(tmp_path / "adapter")
     export.save_adapter(trainer, folder) if sealed else trainer.model.save_pretrained(folder)
     why = "is an export (adapter)" if sealed else f"has no {STATE}"
-    with told(ValueError, folder, why, "name a checkpoint-<step>", "load_adapter"):
+    with raises(ValueError, folder, why, "name a checkpoint-<step>", "load_adapter"):
         trainer.train(resume_from_checkpoint=folder)
 
 
@@ -284,7 +284,7 @@ def refused(tiny_runs, finished):
 
     def check(line: str, **other) -> None:
         before = contents(finished)
-        with told(ValueError, str(finished), line, "another output_dir"):
+        with raises(ValueError, str(finished), line, "another output_dir"):
             tiny_runs.command(finished, **{"max_steps": 3, **other})
         assert contents(finished) == before
 
@@ -341,7 +341,7 @@ def test_a_second_process_is_refused_the_folder(tiny_runs, finished, tmp_path):
     try:
         assert training.wait(60)
         before = contents(run)
-        with told(RuntimeError, str(run), f"process {first.pid}", "Another run", "choose another output_dir"):
+        with raises(RuntimeError, str(run), f"process {first.pid}", "Another run", "choose another output_dir"):
             tiny_runs.command(run)
         assert contents(run) == before and seal.last_checkpoint(run) == str(run / "checkpoint-1")
     finally:
@@ -357,9 +357,9 @@ def test_a_run_is_not_saved_over_another_ones_by_name(finished, tiny_runs, tmp_p
     trainer = tiny_runs.trainer(tmp_path / "run", learning_rate=5e-2)
     export.save_adapter(trainer, tmp_path / "export")
     before = contents(tmp_path)
-    with told(ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "save_model('<folder>')"):
+    with raises(ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "save_model('<folder>')"):
         trainer.save_model(str(other))
-    with told(ValueError, str(tmp_path / "export"), "holds an export (adapter)", "save_model('<folder>')"):
+    with raises(ValueError, str(tmp_path / "export"), "holds an export (adapter)", "save_model('<folder>')"):
         trainer.save_model(tmp_path / "export")
     assert contents(tmp_path) == before
     for _ in range(2):
@@ -380,8 +380,8 @@ def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished
     if what == "a run that has not saved":
         found = ".qerl_lock"
     before = contents(tmp_path)
-    with told(ValueError, str(folder), f"holds more than an export ({found}", "Name another folder"):
+    with raises(ValueError, str(folder), f"holds more than an export ({found}", "Name another folder"):
         export.save_adapter(trainer, folder, overwrite=True)
-    with told(ValueError, str(folder), f"holds more than an export ({found}"):
+    with raises(ValueError, str(folder), f"holds more than an export ({found}"):
         quantize_folder(tiny_model_dir("qwen2"), folder, overwrite=True)
     assert contents(tmp_path) == before

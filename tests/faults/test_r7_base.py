@@ -17,7 +17,7 @@ from qerl_trl.publish import export, hub
 from qerl_trl.publish.load import TrainedPolicy, load_policy
 from qerl_trl.publish.quantize import quantize_folder
 from qerl_trl.tasks import evaluation
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import (
     FILE,
     WEIGHTS,
@@ -47,7 +47,7 @@ def test_resume(finished, other_base, tiny_runs, tmp_path):
     """On another base it is refused; on the same one in another folder it goes on."""
     run, moved = shutil.copytree(finished, tmp_path / "run"), shutil.copytree(tiny_runs.model, tmp_path / "moved")
     trainer = tiny_runs.trainer(run, model=str(other_base), max_steps=3)
-    with told(ValueError, "base_sha256: the base model has other weights", "output_dir", "allow_other_settings"):
+    with raises(ValueError, "base_sha256: the base model has other weights", "output_dir", "allow_other_settings"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 0
     assert tiny_runs.command(run, model=str(moved), max_steps=3).state.global_step == 3
@@ -61,9 +61,9 @@ def test_the_same_weights_with_another_configuration(tiny_runs, tmp_path):
     before = (base / "config.json").read_text()
     (base / "config.json").write_text(json.dumps({**json.loads(before), "rms_norm_eps": 1e-3}))
     line = "base_config.rms_norm_eps: not set then, 0.001 now"
-    with told(ValueError, str(tmp_path / "run"), line, "allow_other_settings=True"):
+    with raises(ValueError, str(tmp_path / "run"), line, "allow_other_settings=True"):
         tiny_runs.command(tmp_path / "run", **own)
-    with told(ValueError, str(base), line, "--base-model", "--allow-other-base"):
+    with raises(ValueError, str(base), line, "--base-model", "--allow-other-base"):
         load_policy(tmp_path / "run")
     assert load_policy(tmp_path / "run", allow_other_base=True).settings["changed"] == [line]
     (base / "config.json").write_text(before)
@@ -112,12 +112,12 @@ def test_an_adapter_that_is_loaded_by_hand(by, finished, other_base, tiny_runs, 
     def load(base, **options):
         qerl_trl.load_adapter(qerl_trl.from_pretrained(base, dtype=torch.float32), name, **options)
 
-    with told(ValueError, name, "a base with other weights", "allow_other_base=True"):
+    with raises(ValueError, name, "a base with other weights", "allow_other_base=True"):
         load(other_base)
     load(other_base, allow_other_base=True)
     load(tiny_runs.model)
     flip_a_bit(folder / WEIGHTS)
-    with told(ValueError, f"{name} is not as it was sealed", WEIGHTS, "download it again"):
+    with raises(ValueError, f"{name} is not as it was sealed", WEIGHTS, "download it again"):
         load(tiny_runs.model)
 
 
@@ -154,7 +154,7 @@ def test_the_revision_that_was_trained_on_is_merged_and_named(server, tiny_runs,
 
 @fault("R7.wrong_base")
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])  # with tied embeddings and without
-def test_a_base_quantized_on_disk_records_which_it_is(kind, tiny_model_dir, tmp_path):
+def test_a_base_quantized_on_disk_records_its_fingerprint(kind, tiny_model_dir, tmp_path):
     """The fingerprint of the loaded base, from the pieces as they are written."""
     for _ in range(2):  # finished, it is recognized
         quantize_folder(tiny_model_dir(kind), tmp_path / "base", max_shard_bytes=60_000)
@@ -203,7 +203,7 @@ def test_a_live_model_that_is_merged(tiny_runs, tmp_path):
     trainer.save_merged(tmp_path / "before")
     run = contents(tmp_path / "run")
     trainer.model.merge_adapter()
-    with told(RuntimeError, "adapter is merged into the model already", "unmerge_adapter()"):
+    with raises(RuntimeError, "adapter is merged into the model already", "unmerge_adapter()"):
         trainer.save_merged(tmp_path / "merged")
     assert not (tmp_path / "merged").exists() and contents(tmp_path / "run") == run
     trainer.model.unmerge_adapter()
@@ -219,9 +219,9 @@ def test_a_base_that_changes_during_training_is_not_saved(tiny_runs, tmp_path):
     """In 16 bits a merge and unmerge does not restore the weights."""
     trainer = tiny_runs.trainer(tmp_path / "run", max_steps=3, **BF16)
     trainer.add_callback(AfterStep(2, lambda model: (model.merge_adapter(), model.unmerge_adapter())))
-    with told(RuntimeError, "frozen base has other weights", "save_adapter", "resume from the last checkpoint"):
+    with raises(RuntimeError, "frozen base has other weights", "save_adapter", "resume from the last checkpoint"):
         trainer.train()
-    with told(RuntimeError, "frozen base has other weights", "save_adapter"):
+    with raises(RuntimeError, "frozen base has other weights", "save_adapter"):
         trainer.save_model()
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
     assert tiny_runs.command(tmp_path / "run", max_steps=3, **BF16)._resumed.global_step == 1
@@ -251,7 +251,7 @@ def test_a_tied_embedding_is_one_matrix_in_the_product(tiny_runs, tmp_path):
 def test_an_adapter_of_a_local_base(finished, tiny_runs, server, tmp_path):
     words = (tiny_runs.model, "only this machine has", "--base-model")
     fails(words, "push", "adapter", finished, REPO)
-    with told(ValueError, "only this machine has", "hub_base_model"):
+    with raises(ValueError, "only this machine has", "hub_base_model"):
         tiny_runs.trainer(tmp_path / "run").push_to_hub()
     assert server.requests == [] and server.repos == {}
 

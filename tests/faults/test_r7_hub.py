@@ -20,7 +20,7 @@ import qerl_trl
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import hub
 from qerl_trl.publish.quantize import quantize_folder
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import FILE, WEIGHTS, call, contents, edit, fails, poison, works
 from tests.hub_server import REPO, TOKEN
 
@@ -87,7 +87,7 @@ def test_a_public_repository_gets_nothing_private(server, merged):
 def test_a_repository_that_becomes_public_while_training(server, pushing, tmp_path):
     trainer = pushing()
     trainer.add_callback(AfterStep(1, lambda: server.repos[REPO].update(private=False)))
-    with told(RuntimeError, REPO, "checkpoint-2", "PUBLIC", "hub_private_repo=False"):
+    with raises(RuntimeError, REPO, "checkpoint-2", "PUBLIC", "hub_private_repo=False"):
         trainer.train()
     assert len(server.repos[REPO]["commits"]) == 1
     server.repos[REPO].update(private=True)
@@ -131,7 +131,7 @@ def test_a_failed_push_warns_at_once_and_raises_at_the_end(
     monkeypatch.setattr("huggingface_hub.utils._http.time", no_wait)  # it and we try again, ever later
     monkeypatch.setattr(hub, "time", no_wait)
     trainer, run = pushing(), tmp_path / "run"
-    told_at_once = []
+    at_once = []
 
     def end_of_the_hub():
         if status == "closed":
@@ -141,11 +141,11 @@ def test_a_failed_push_warns_at_once_and_raises_at_the_end(
             server.fail = {r".*": status}
 
     trainer.add_callback(AfterStep(1, end_of_the_hub))
-    trainer.add_callback(AfterStep(2, lambda: told_at_once.extend(caplog.messages)))
+    trainer.add_callback(AfterStep(2, lambda: at_once.extend(caplog.messages)))
     command = f"qerl-trl push adapter {run} {REPO} --base-model someone/base"
-    with told(RuntimeError, REPO, "checkpoint-2", cause, command):
+    with raises(RuntimeError, REPO, "checkpoint-2", cause, command):
         trainer.train()
-    assert [text for text in told_at_once if text.startswith("checkpoint-2 was not pushed") and cause in text]
+    assert [text for text in at_once if text.startswith("checkpoint-2 was not pushed") and cause in text]
     assert seal.problems(run) == seal.problems(run / "checkpoint-2") == []
     assert published(server)[WEIGHTS] == (run / "checkpoint-1" / WEIGHTS).read_bytes()
     if status != "closed":
@@ -156,10 +156,10 @@ def test_a_failed_push_warns_at_once_and_raises_at_the_end(
 
 @fault("R7.local_base_pushed")
 def test_a_run_that_cannot_be_published_does_not_begin(server, pushing):
-    with told(ValueError, "only this machine has", "hub_base_model"):
+    with raises(ValueError, "only this machine has", "hub_base_model"):
         pushing(hub_base_model=None)
     server.fail = {r".*": 401}
-    with told(RuntimeError, "refused the token", "hf auth login"):
+    with raises(RuntimeError, "refused the token", "hf auth login"):
         pushing()
 
 
@@ -175,7 +175,7 @@ def test_a_fully_trained_model_is_published_without_its_arguments(server, pushin
     (tmp_path / "run" / "notes.txt").write_text(TOKEN)
     server.fail = {COMMIT: 500}
     command = f"qerl-trl push model {tmp_path / 'run'} {REPO}"
-    with told(RuntimeError, "answered 500", command):
+    with raises(RuntimeError, "answered 500", command):
         trainer.push_to_hub()
     server.fail = {}
     works(*command.split()[1:], "--dataset", "someone/data")
@@ -202,7 +202,7 @@ def test_a_secret_in_a_file_that_would_be_published(how, server, merged, tmp_pat
         what = "secret, by the name of 'X-API-Key'"
     (folder / name).write_text(leaky)
     seal.seal(folder, seal.recorded_run(folder))
-    with told(hub.HubError, name, what, "Remove it"):
+    with raises(hub.HubError, name, what, "Remove it"):
         hub.push_folder(folder, REPO)
     assert server.requests == []
     (folder / name).write_text(text)
@@ -221,7 +221,7 @@ def test_a_secret_in_a_file_that_would_be_published(how, server, merged, tmp_pat
     ],
 )
 def test_a_token_in_the_words_of_a_push(where, repo, options, server, merged):
-    with told(hub.HubError, f"{where} contains", "nothing was uploaded", "Choose another"):
+    with raises(hub.HubError, f"{where} contains", "nothing was uploaded", "Choose another"):
         hub.push_folder(merged, repo, **options)
     assert not server.repos
 
@@ -276,7 +276,7 @@ def test_a_token_is_found_nowhere(server, pushing, tmp_path, monkeypatch, caplog
     trainer.add_callback(Tracker(tmp_path / "tracked.txt"))
     # the Hub quotes the token in what it answers
     trainer.add_callback(AfterStep(1, lambda: setattr(server, "fail", {r"POST /api/.*": 418})))
-    with told(RuntimeError, "answered 418", "qerl-trl push") as failed:
+    with raises(RuntimeError, "answered 418", "qerl-trl push") as failed:
         trainer.train()
     server.fail = {}
     trainer.push_to_hub(dataset_name="someone/data")
@@ -344,9 +344,9 @@ def test_an_export_with_a_damaged_manifest_is_named_and_made_again(dense, tmp_pa
     out = tmp_path / "out"
     quantize_folder(dense, out)
     (out / seal.MANIFEST_NAME).write_text("[]")
-    with told(ValueError, str(out), "unreadable", "export it"):
+    with raises(ValueError, str(out), "unreadable", "export it"):
         hub.push_folder(out, REPO)
-    with told(ValueError, str(out), "already exists", "overwrite"):
+    with raises(ValueError, str(out), "already exists", "overwrite"):
         quantize_folder(dense, out)
     quantize_folder(dense, out, overwrite=True)
     assert not seal.problems(out)

@@ -16,7 +16,7 @@ from qerl_trl.cli import train as arms
 from qerl_trl.support import secrets
 from qerl_trl.support.secrets import MASK
 from qerl_trl.tasks.task import Task
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import call
 from tests.hub_server import TOKEN
 
@@ -134,7 +134,7 @@ def test_variables_of_the_environment(monkeypatch):
     ],
 )
 def test_a_token_in_an_argument_that_is_shown_is_refused(argument, secret, tmp_path):
-    with told(ValueError, next(iter(argument)), "HF_TOKEN") as refused:
+    with raises(ValueError, next(iter(argument)), "HF_TOKEN") as refused:
         config(tmp_path, **argument)
     assert secret not in str(refused.value) and secret not in secrets.redact(f"could not load {argument}")
 

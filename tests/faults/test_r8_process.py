@@ -15,7 +15,7 @@ import torch
 from qerl_trl.checkpoint import seal
 from qerl_trl.cli import main as errors
 from qerl_trl.nvfp4 import quantizer
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import WEIGHTS, AfterStep, Interrupted, contents, interrupting
 from tests.ranks import on_ranks
 
@@ -78,7 +78,7 @@ def test_out_of_memory_in_a_step(where, tiny_runs, finished, tmp_path):
         "the rewards": ["run them on another GPU"],
     }[where]
     words = (f"Out of memory in {where} at step 1", "30.00 KiB", *remedy, str(run / "checkpoint-1"))
-    with told(torch.OutOfMemoryError, *words):
+    with raises(torch.OutOfMemoryError, *words):
         trainer.train()
     check_resumed(tiny_runs, run, finished)
 
@@ -97,9 +97,9 @@ def test_out_of_memory_when_the_engine_starts(text, tiny_runs, tmp_path, monkeyp
         raise (torch.OutOfMemoryError if text is OUT_OF_MEMORY else ValueError)(text)
 
     monkeypatch.setattr(QeRLVLLMGeneration, "_in_process", fail)
-    with told(torch.OutOfMemoryError, "when the engine started", text[:20], "kv_cache_memory_bytes"):
+    with raises(torch.OutOfMemoryError, "when the engine started", text[:20], "kv_cache_memory_bytes"):
         tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate")
-    with told(torch.OutOfMemoryError, "when the engine started", "Leave vllm_gpu_memory_utilization=0.9 out"):
+    with raises(torch.OutOfMemoryError, "when the engine started", "Leave vllm_gpu_memory_utilization=0.9 out"):
         tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.9)
 
 
@@ -114,7 +114,7 @@ def test_out_of_memory_while_the_model_is_loaded(tiny_runs, finished, tmp_path, 
     before = contents(run)
     with monkeypatch.context() as short:
         short.setattr(quantizer.NVFP4HfQuantizer, "_process_model_before_weight_loading", fail)
-        with told(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
+        with raises(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
             tiny_runs.command(run)
     assert contents(run) == before
     check_resumed(tiny_runs, run, finished)
@@ -196,7 +196,7 @@ def test_the_reward_of_one_of_two_processes_fails(tiny_runs, tmp_path):
     saved = contents(run / "checkpoint-1")
     shutil.copytree(run, alone := tmp_path / "alone")
     batch = {"per_device_train_batch_size": 8, "max_steps": 2, "save_steps": 2}  # as large as that of both
-    with told(ValueError, "world_size: 2 then, 1 now", "draw other numbers", "allow_other_settings"):
+    with raises(ValueError, "world_size: 2 then, 1 now", "draw other numbers", "allow_other_settings"):
         tiny_runs.command(alone, **batch)
     assert tiny_runs.command(alone, **batch, allow_other_settings=True).state.global_step == 2
     assert two_processes(tiny_runs, run) == [None, None]

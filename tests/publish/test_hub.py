@@ -45,10 +45,10 @@ def exported(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["adapter", "merged", "base"])
 def test_what_is_published_is_the_folder_privately_and_announced(server, exported, tmp_path, kind):
-    told = []
+    printed_lines = []
     base = "someone/base" if kind == "adapter" else None
-    url = hub.push_folder(exported / kind, REPO, base_model=base, notify=told.append)
-    assert told[0] == f"Publishing to {server.endpoint}/{REPO} (private: only you and your organization)"
+    url = hub.push_folder(exported / kind, REPO, base_model=base, notify=printed_lines.append)
+    assert printed_lines[0] == f"Publishing to {server.endpoint}/{REPO} (private: only you and your organization)"
     assert url.startswith(f"{server.endpoint}/{REPO}/commit/")
     repo = server.repos[REPO]
     assert repo["private"] is True and len(repo["commits"]) == 1
@@ -112,7 +112,7 @@ def test_dropped_connections_are_retried(server, exported):
     ],
 )
 def test_nothing_is_published_and_the_reason_is_named(case, message, server, exported, monkeypatch):
-    told, options, repo = [], {}, "stranger/model" if case == "foreign" else REPO
+    printed_lines, options, repo = [], {}, "stranger/model" if case == "foreign" else REPO
     if case == "offline":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     if case == "no token":
@@ -123,8 +123,8 @@ def test_nothing_is_published_and_the_reason_is_named(case, message, server, exp
         server.put(REPO)
         options = {"private": False}
     with pytest.raises(hub.HubError, match=message):
-        hub.push_folder(exported / "adapter", repo, "someone/base", notify=told.append, **options)
-    assert told[0].startswith("Publishing to") and not server.uploads
+        hub.push_folder(exported / "adapter", repo, "someone/base", notify=printed_lines.append, **options)
+    assert printed_lines[0].startswith("Publishing to") and not server.uploads
     assert not [name for found in server.repos.values() for name in found["files"] if name != ".gitattributes"]
     assert server.requests == [] or case not in ("offline", "no token")  # not even for the base
 
@@ -176,9 +176,9 @@ def test_files_that_are_not_published_stay_here(server, exported, tmp_path):
     for name in others:
         (folder / name).write_text(TOKEN)
     seal.seal(folder, seal.recorded_run(folder))
-    told = []
-    hub.push_folder(folder, REPO, notify=told.append)
-    assert ", ".join(others) in told[0] and not set(others) & set(server.repos[REPO]["files"])
+    printed_lines = []
+    hub.push_folder(folder, REPO, notify=printed_lines.append)
+    assert ", ".join(others) in printed_lines[0] and not set(others) & set(server.repos[REPO]["files"])
     assert "notes" not in server.text(REPO)[seal.MANIFEST_NAME]
 
 

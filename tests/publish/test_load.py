@@ -50,7 +50,7 @@ BOTH = ["embed_tokens", "lm_head"]
 
 @pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers)")
 @pytest.mark.parametrize(
-    ("family", "base_format", "rows", "lora", "told"),
+    ("family", "base_format", "rows", "lora", "warning"),
     [
         ("qwen2", "nvfp4", 358, {}, None),
         ("llama", "bf16", 358, {}, None),
@@ -64,13 +64,13 @@ BOTH = ["embed_tokens", "lm_head"]
     ids=["tied", "untied", "padded", "padded untied", "trained", "rows", "smaller", "not resized"],
 )
 def test_a_run_with_added_tokens_is_merged_and_loaded_with_them(
-    family, base_format, rows, lora, told, trainer_of, tiny_model_dir, tmp_path, caplog
+    family, base_format, rows, lora, warning, trainer_of, tiny_model_dir, tmp_path, caplog
 ):
     model, tokenizer = with_tokens(tiny_model_dir(family), rows, base_format)
     run, merged = tmp_path / "run", tmp_path / "merged"
     trainer = trainer_of(model, run, tokenizer, lora, base_format=base_format)
     said = [record.getMessage() for record in caplog.records if "The tokenizer has" in record.getMessage()]
-    assert len(said) == (told is not None) and (told or "") in "".join(said)
+    assert len(said) == (warning is not None) and (warning or "") in "".join(said)
     trainer.train()
     trainer.save_model()
     expected = logits_of(trainer.accelerator.unwrap_model(trainer.model))
@@ -85,7 +85,7 @@ def test_a_run_with_added_tokens_is_merged_and_loaded_with_them(
     if base_format == "nvfp4":
         works("merge", run, tmp_path / "packed", "--as", "nvfp4", "--force")
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "packed").config.vocab_size == (rows or 320)
-    elif told != "AutoPeftModel":
+    elif warning != "AutoPeftModel":
         export.copy_adapter(run, tmp_path / "adapter")  # what is pushed
         stock = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
         of_rows = logits_of(stock)[..., : rows or 320]  # it resizes to the tokenizer by itself
