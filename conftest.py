@@ -30,7 +30,7 @@ LONGEST = (
     "tests/test_example.py",
     "tests/test_small_examples.py",
     "tests/test_recipes.py",
-    "tests/test_notebooks.py",
+    "tests/e2e/test_notebooks.py",
     "tests/update/test_compiled_layers.py",
     "tests/test_architectures.py",
     "tests/test_trainer.py",

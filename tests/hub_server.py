@@ -1,4 +1,4 @@
-"""A stand-in for the Hub on 127.0.0.1: as much of its HTTP API as publishing uses, kept in memory, with faults on demand."""
+"""A stand-in for the Hub on 127.0.0.1: the HTTP API that publishing uses, in memory, with faults on demand."""
 
 import base64
 import hashlib
@@ -10,13 +10,14 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 TOKEN = "hf_SecretTokenThatMustNotLeak42"
+REPO = "tester/model"
 
 
 class StandInHub:
     """Repositories (`name -> {"private", "files", "commits"}`), LFS objects, a log of requests, and faults.
 
-    Faults: `drop_uploads` / `drop_commits` close that many connections in the middle of such a request; `fail` maps "METHOD path-regex"
-    to a status that is answered instead; `at_request` is called with every "METHOD path" first.
+    Faults: `drop_uploads` / `drop_commits` close that many connections inside such a request; `fail` maps
+    "METHOD path-regex" to a status; `at_request` is called with every "METHOD path" first.
     """
 
     def __init__(self):
@@ -27,7 +28,6 @@ class StandInHub:
         self.drop_uploads = self.drop_commits = 0
         self.fail: dict[str, int] = {}
         self.at_request: Callable[[str], None] | None = None
-        self.readonly_token = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -51,108 +51,84 @@ def _handler(hub: StandInHub):
         def log_message(self, *args):
             pass
 
-        def do_GET(self):
-            self._handle("GET")
-
-        def do_POST(self):
-            self._handle("POST")
-
-        def do_PUT(self):
-            self._handle("PUT")
-
-        def do_HEAD(self):
-            self._handle("HEAD")
-
-        def _answer(self, status, content=None, headers=()):
-            body = (
-                content if isinstance(content, bytes) else json.dumps(content if content is not None else {}).encode()
-            )
+        def _answer(self, status, content=None, **headers):
+            body = content if isinstance(content, bytes) else json.dumps(content or {}).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            for name, value in headers:
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
+            length = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+            for name, value in (length | headers).items():
+                self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
+
+        def _error(self, status, text, **headers):
+            self._answer(status, {"error": text}, **headers)
 
         def _drop(self):
             self.close_connection = True
             self.connection.close()
 
-        def _handle(self, method):
+        def _handle(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = self.path.split("?")[0]
-            if path.startswith(
-                ("/api/telemetry", "/api/agent-harnesses")
-            ):  # the client's own curiosity, no part of publishing
+            if path.startswith(("/api/telemetry", "/api/agent-harnesses")):  # of the client, not of publishing
                 return self._answer(200)
-            hub.requests.append(f"{method} {path}")
+            request = f"{self.command} {path}"
+            hub.requests.append(request)
             if hub.at_request is not None:
-                hub.at_request(f"{method} {path}")
+                hub.at_request(request)
             for pattern, status in hub.fail.items():
-                if re.fullmatch(pattern, f"{method} {path}"):
-                    return self._answer(
-                        status, {"error": f"refused, as the test asked, for {self.headers.get('Authorization')}"}
-                    )
+                if re.fullmatch(pattern, request):
+                    return self._error(status, f"refused for {self.headers.get('Authorization')}")
             if path.startswith("/lfs/"):
                 return self._upload(path, body)
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                return self._answer(401, {"error": "Invalid username or password."})
+                return self._error(401, "Invalid username or password.")
             for pattern, route in ROUTES:
-                match = re.fullmatch(pattern, f"{method} {path}")
-                if match:
+                if match := re.fullmatch(pattern, request):
                     return route(self, body, *match.groups())
-            return self._answer(404, {"error": f"the stand-in has no {method} {path}"})
+            return self._error(404, f"the stand-in has no {request}")
 
-        def _repo(self, name, revision=None):
+        do_GET = do_POST = do_PUT = do_HEAD = _handle
+
+        def _repo(self, name, revision="main"):
             repo = hub.repos.get(name)
             if repo is None:
-                self._answer(404, {"error": "Repository not found"}, [("X-Error-Code", "RepoNotFound")])
-            elif revision not in (None, "main", *repo.get("branches", ())) and not re.fullmatch(
-                "[0-9a-f]{40}", revision
-            ):
-                repo = self._answer(
-                    404, {"error": f"Invalid rev id: {revision}"}, [("X-Error-Code", "RevisionNotFound")]
-                )
+                self._error(404, "Repository not found", X_Error_Code="RepoNotFound")
+            elif revision not in ("main", *repo.get("branches", ())) and not re.fullmatch("[0-9a-f]{40}", revision):
+                repo = self._error(404, f"Invalid rev id: {revision}", X_Error_Code="RevisionNotFound")
             return repo
 
         def branch(self, body, name, branch):
             if (repo := self._repo(name)) is None:
                 return
             if branch in repo.setdefault("branches", []):
-                return self._answer(409, {"error": "Reference already exists"})
+                return self._error(409, "Reference already exists")
             repo["branches"].append(branch)
             self._answer(200)
 
         def create(self, body):
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'tester'}/{asked['name']}"
-            if name.startswith("stranger/") or hub.readonly_token:
-                return self._answer(403, {"error": "You don't have the rights to create a model here"})
+            known = {"url": f"{hub.endpoint}/{name}", "name": name}
+            if name.startswith("stranger/"):
+                return self._error(403, "You don't have the rights to create a model here")
             if name in hub.repos:
-                return self._answer(
-                    409, {"error": "You already created this model repo", "url": f"{hub.endpoint}/{name}"}
-                )
+                return self._answer(409, {"error": "You already created this model repo", **known})
             hub.put(name, bool(asked.get("private") or asked.get("visibility") == "private"))
-            return self._answer(200, {"url": f"{hub.endpoint}/{name}", "name": name})
+            return self._answer(200, known)
 
-        def info(self, body, name, revision=None):
+        def info(self, body, name, revision="main"):
             if (repo := self._repo(name, revision)) is None:
                 return
-            siblings = [{"rfilename": file} for file in repo["files"]]
-            sha = f"{len(repo['commits']):040x}"
-            self._answer(
-                200, {"id": name, "modelId": name, "private": repo["private"], "sha": sha, "siblings": siblings}
-            )
+            found = {"id": name, "modelId": name, "private": repo["private"], "sha": f"{len(repo['commits']):040x}"}
+            self._answer(200, {**found, "siblings": [{"rfilename": file} for file in repo["files"]]})
 
         def tree(self, body, name, revision):
             if (repo := self._repo(name, revision)) is None:
                 return
-            files = [
-                {"type": "file", "path": path, "size": len(data), "oid": "0"} for path, data in repo["files"].items()
-            ]
-            self._answer(200, files)
+            files = repo["files"].items()
+            self._answer(200, [{"type": "file", "path": path, "size": len(data), "oid": "0"} for path, data in files])
 
         def validate(self, body):
             self._answer(200, {"errors": [], "warnings": []})
@@ -163,18 +139,16 @@ def _handler(hub: StandInHub):
             files = []
             for file in json.loads(body)["files"]:
                 lfs = file["path"].endswith((".safetensors", ".png"))
-                data = repo["files"].get(file["path"])
                 answer = {"path": file["path"], "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False}
-                if data is not None:
+                if (data := repo["files"].get(file["path"])) is not None:
                     git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
                     answer["oid"] = hashlib.sha256(data).hexdigest() if lfs else git
                 files.append(answer)
             self._answer(200, {"files": files})
 
         def batch(self, body, name):
-            asked = json.loads(body)
             objects = []
-            for item in asked["objects"]:
+            for item in json.loads(body)["objects"]:
                 entry = {"oid": item["oid"], "size": item["size"]}
                 if item["oid"] not in hub.objects:
                     entry["actions"] = {"upload": {"href": f"{hub.endpoint}/lfs/{item['oid']}", "header": {}}}
@@ -187,7 +161,7 @@ def _handler(hub: StandInHub):
                 return self._drop()
             oid = path.rsplit("/", 1)[1]
             if hashlib.sha256(body).hexdigest() != oid:
-                return self._answer(400, {"error": "wrong content"})
+                return self._error(400, "wrong content")
             hub.objects[oid] = body
             hub.uploads[oid] += 1
             return self._answer(200)
@@ -216,14 +190,10 @@ def _handler(hub: StandInHub):
         def resolve(self, body, name, revision, file):
             if (repo := self._repo(name, revision)) is None:
                 return
-            data = repo["files"].get(file)
-            if data is None:
-                return self._answer(404, {"error": "Entry not found"}, [("X-Error-Code", "EntryNotFound")])
-            headers = [
-                ("ETag", f'"{hashlib.sha1(data).hexdigest()}"'),
-                ("X-Repo-Commit", f"{len(repo['commits']):040x}"),
-            ]
-            return self._answer(200, data, headers)
+            if (data := repo["files"].get(file)) is None:
+                return self._error(404, "Entry not found", X_Error_Code="EntryNotFound")
+            commit = f"{len(repo['commits']):040x}"
+            return self._answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=commit)
 
     name = r"([\w.-]+/[\w.-]+)"
     ROUTES = [

@@ -24,9 +24,9 @@ TESTS = ("tests/test_contracts.py", "tests/e2e/engine/test_architectures.py", "t
 WITHOUT_VLLM = (
     "tests/test_contracts.py",
     "tests/test_architectures.py",
-    "tests/test_base_identity.py",
+    "tests/checkpoint/test_fingerprint.py",
     "tests/test_trainer.py",
-    "tests/test_publishing.py",
+    "tests/run/test_publishing.py",
     "tests/memory/test_of_trainer.py",
     "tests/nvfp4",
     "tests/publish",

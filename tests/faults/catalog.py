@@ -1,9 +1,8 @@
 """Faults that must not pass silently, and the mark of a test that injects one.
 
-A fault is injected at one module and judged at the product: the model on disk, the repository on the stand-in Hub, the
-engine's logits.
+A fault is injected at one module and judged at the product: model on disk, repository on the stand-in Hub, logits.
 
-    @fault("R5.nan")                       # detected; `told` looks for the object and the remedy in the message
+    @fault("R5.nan")                       # detected, with the object and the remedy in the message (`raises`)
     @fault("R6.damaged", recovered=True)   # the same command goes on without loss, at once or when the cause is gone
 
 `python -m tests.faults.catalog` prints the table of docs/source/faults.md.
@@ -53,11 +52,11 @@ def fault(name: str, *, recovered: bool = False) -> pytest.MarkDecorator:
 
 
 @contextlib.contextmanager
-def told(
+def raises(
     kind: type[BaseException] | tuple[type[BaseException], ...], *words: str
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """The block raises `kind` with each of `words` in its message: at least the object and the remedy."""
-    assert len(words) >= 2, "name at least the object and the remedy"
+    assert len(words) >= 2
     with pytest.raises(kind) as caught:
         yield caught
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""Runs, bases, folders and a Hub that several of these files damage."""
+"""Runs, bases and folders that several of these files damage."""
 
 import importlib.util
 import json
@@ -10,13 +10,13 @@ import pytest
 
 from qerl_trl.publish import card, export
 from qerl_trl.publish.load import TrainedPolicy
-from tests.faults.tiny_runs import EXAMPLE, edit, tiny_policy
+from tests.faults.tiny_runs import EXAMPLE, edit, make_policy
 from tests.rollout.workers import worker_over
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_runs, tmp_path_factory) -> Path:
-    """A run of two steps that nothing happened to, with a checkpoint of each and its final adapter; read-only."""
+    """A sound run of two steps with a checkpoint of each and its final adapter; read-only."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     tiny_runs.command(folder)
     return folder
@@ -24,7 +24,7 @@ def finished(tiny_runs, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_base(tiny_model_dir, tmp_path_factory) -> Path:
-    """A base of the same shapes in which two rows of one matrix have changed places."""
+    """A base of the same shapes with two rows of one matrix exchanged."""
     folder = shutil.copytree(tiny_model_dir("qwen2"), tmp_path_factory.mktemp("bases") / "other")
 
     def exchange(tensors):
@@ -45,7 +45,7 @@ def dense(tiny_model_dir, tmp_path) -> Path:
 def merged(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
     """A merged model in several shards; read-only."""
     settings = {"base_format": "nvfp4", "model": "some/base"}
-    policy = TrainedPolicy(tiny_policy(tiny_model_dir("llama"), dtype="bfloat16"), tiny_tokenizer, settings)
+    policy = TrainedPolicy(make_policy(tiny_model_dir("llama"), dtype="bfloat16"), tiny_tokenizer, settings)
     facts = {"kind": "merged", "settings": settings, "dataset": None}
     folder = tmp_path_factory.mktemp("exports") / "merged"
     write = lambda partial, record: card.write(partial, facts, record)  # noqa: E731
@@ -59,13 +59,8 @@ def example():
     spec = importlib.util.spec_from_file_location("grpo_gsm8k", EXAMPLE)
     module = sys.modules["grpo_gsm8k"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    small = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 16,
-        "max_completion_length": 8,
-        "eval_problems": 6,
-        "lora_r": 4,
-    }
+    small = {"max_steps": 1, "per_device_train_batch_size": 16, "max_completion_length": 8}
+    small |= {"eval_problems": 6, "lora_r": 4}
 
     def words(given):
         return [str(part) for name, value in given.items() for part in (f"--{name}", value)]
@@ -90,5 +85,5 @@ def measured(example, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def worker(monkeypatch):
-    """A worker that holds an adapter, trained norms and noise."""
+    """A worker with an adapter, trained norms and noise."""
     return worker_over(monkeypatch)

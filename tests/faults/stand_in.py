@@ -8,13 +8,12 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.rollout.engine import Completion, Contents, Engine, bits, update_fingerprint
 from qerl_trl.rollout.generation import QeRLVLLMGeneration
 from qerl_trl.rollout.spec import EngineSpec, active_adapter, linear_layers, rollout_layers
 from qerl_trl.support.names import canonical_name
-from tests.faults.tiny_runs import PROMPTS, spread_reward
+from tests.faults.tiny_runs import PROMPTS, TinyRuns
 
 
 @torch.no_grad()
@@ -33,12 +32,7 @@ def greedy(policy: nn.Module, prompts: list[list[int]], max_tokens: int) -> list
 
 
 class StandIn(Engine):
-    """Generates with a copy of `policy`: norms in float32, the adapter rounded to the model's dtype, one sequence at a
-    time.
-
-    Args:
-        base_fault: changes the copy before it is used.
-    """
+    """Generates with a copy of `policy`, changed by `base_fault`: norms in float32, adapter in the model's dtype."""
 
     def __init__(self, policy: nn.Module, base_fault=None) -> None:
         self.policy = copy.deepcopy(policy).eval().requires_grad_(False)
@@ -127,9 +121,8 @@ class StandIn(Engine):
             generator = self.generator if parameters.seed is None else torch.Generator().manual_seed(parameters.seed)
             tokens, logps = self._complete(ids, parameters.max_tokens, parameters.temperature, generator)
             steps = [{t: SimpleNamespace(logprob=p, rank=1)} for t, p in zip(tokens, logps, strict=True)]
-            outputs.append(
-                SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=tokens, logprobs=steps)])
-            )
+            completion = SimpleNamespace(token_ids=tokens, logprobs=steps)
+            outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=[completion]))
         return outputs
 
     @torch.no_grad()
@@ -145,9 +138,8 @@ class StandIn(Engine):
                 likely, order = row.sort(descending=True)
                 left_out = order[likely.exp().cumsum(0) - likely.exp() >= self.top_p]
                 row = row.index_fill(0, left_out, -torch.inf).log_softmax(-1)  # logprobs_mode="processed_logprobs"
-            token = int(
-                torch.multinomial(row.exp(), 1, generator=generator or self.generator) if temperature else row.argmax()
-            )
+            drawn = torch.multinomial(row.exp(), 1, generator=generator or self.generator)
+            token = int(drawn if temperature else row.argmax())
             tokens.append(token)
             logps.append(float(row[token]))
             ids = torch.tensor([[token]])
@@ -166,22 +158,9 @@ def trainers(model: Any, tokenizer: Any, folder: Any, monkeypatch: Any) -> Any:
             return engine(self.model)
 
         monkeypatch.setattr(QeRLVLLMGeneration, "_build_engine", build)
-        defaults = {
-            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "use_vllm": True,
-            "vllm_mode": "colocate",
-        }  # fmt: skip
-        return QeRLGRPOTrainer(
-            str(model),
-            spread_reward,
-            QeRLConfig(**{**defaults, **options}),
-            PROMPTS,
-            eval_dataset=PROMPTS if "eval_strategy" in options else None,
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            rollout_func=rollout_func,
-        )
+        given = {"rollout_func": rollout_func, "eval_dataset": PROMPTS if "eval_strategy" in options else None}
+        defaults = {"save_strategy": "no", "learning_rate": 1e-5, "model_init_kwargs": None}
+        defaults |= {"use_vllm": True, "vllm_mode": "colocate"}
+        return TinyRuns(model, tokenizer).trainer(folder, peft_config=peft_config, given=given, **defaults | options)
 
     return make

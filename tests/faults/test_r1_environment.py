@@ -15,21 +15,15 @@ import transformers.training_args
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.checks import environment
 from qerl_trl.rollout.vllm import plugin
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
 
 def trainer_with(tmp_path, **options):
-    """A trainer of a model that is not there: whatever is refused here is refused before a model is looked for."""
+    """A trainer of a missing model: the refusals here come before a model is loaded."""
     config = QeRLConfig(str(tmp_path), report_to="none", **{"use_cpu": True, "bf16": False, **options})
     return QeRLGRPOTrainer("nobody/nothing", lambda **_: [], config, None)
-
-
-def on_a_gpu(tmp_path):
-    config = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
-    config.use_cpu = False
-    return config
 
 
 @pytest.fixture
@@ -43,13 +37,9 @@ def gpu_of(monkeypatch):
     """`gpu_of(capability, codes)`: a GPU as PyTorch would describe it."""
 
     def describe(capability, codes):
-        for name, value in {
-            "is_available": True,
-            "get_device_name": "A GPU",
-            "get_device_capability": capability,
-            "get_arch_list": codes,
-            "current_device": 0,
-        }.items():
+        answers = {"is_available": True, "get_device_name": "A GPU", "current_device": 0}
+        answers |= {"get_device_capability": capability, "get_arch_list": codes}
+        for name, value in answers.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
     return describe
@@ -57,7 +47,7 @@ def gpu_of(monkeypatch):
 
 def test_no_cuda(no_cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    with told(ValueError, "no CUDA GPU", "qerl-trl doctor", "use_cpu=True"):
+    with raises(ValueError, "no CUDA GPU", "qerl-trl doctor", "use_cpu=True"):
         QeRLConfig(str(tmp_path))
 
 
@@ -67,8 +57,7 @@ def test_driver_old(no_cuda, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    # fp32 would have trained on the CPU without a word
-    with told(RuntimeError, torch.__version__, TOO_OLD, "update the driver"):
+    with raises(RuntimeError, torch.__version__, TOO_OLD, "update the driver"):
         trainer_with(tmp_path, use_cpu=False)
 
 
@@ -79,8 +68,10 @@ def test_driver_old(no_cuda, tmp_path, monkeypatch):
 )
 def test_gpu_architecture(gpu_of, tmp_path, capability, said):
     gpu_of(capability, ["sm_80", "sm_90"])
-    with told(RuntimeError, "A GPU", *said):
-        environment.check(on_a_gpu(tmp_path))
+    config = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    config.use_cpu = False
+    with raises(RuntimeError, "A GPU", *said):
+        environment.check(config)
     gpu_of((8, 6), ["sm_80", "sm_90"])
     assert not any(problem.fatal for problem in environment.gpu())
 
@@ -90,7 +81,7 @@ def test_gpu_architecture(gpu_of, tmp_path, capability, said):
 def test_vllm_missing(monkeypatch, tmp_path, mode):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
-    with told(ImportError, "vLLM is not installed", "use_vllm=False", "pip install 'qerl-trl[vllm]'"):
+    with raises(ImportError, "vLLM is not installed", "use_vllm=False", "pip install 'qerl-trl[vllm]'"):
         trainer_with(tmp_path, use_vllm=True, vllm_mode=mode)
 
 
@@ -99,9 +90,8 @@ def test_vllm_missing(monkeypatch, tmp_path, mode):
 def test_vllm_version(monkeypatch, tmp_path, version):
     monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
-    with told(
-        ImportError, f"vLLM {version}", f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}", "pip install 'qerl-trl[vllm]'"
-    ):
+    tested = f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}"
+    with raises(ImportError, f"vLLM {version}", tested, "pip install 'qerl-trl[vllm]'"):
         plugin.check_vllm()
 
 
@@ -109,9 +99,8 @@ def test_vllm_version(monkeypatch, tmp_path, version):
 def broken_vllm(tmp_path, monkeypatch):
     """Folder with a vLLM that was compiled for another PyTorch."""
     (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(
-        "raise ImportError('vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda')"
-    )
+    text = "raise ImportError('vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda')"
+    (tmp_path / "vllm" / "__init__.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(plugin, "check_vllm", lambda *_: None)
     return tmp_path
@@ -134,7 +123,7 @@ def test_a_broken_vllm_is_named_where_trl_imports_it(broken_vllm):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_newer_than_what_was_tested_is_one_line_in_one_process(monkeypatch, tmp_path, caplog, process):
+def test_newer_releases_are_one_warning_in_one_process(monkeypatch, tmp_path, caplog, process):
     newer = {"trl": "1.19.0", "transformers": "6.0.0.dev0", "peft": "0.21.99", "vllm": "0.99.0"}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: newer.get(name) or real(name))
@@ -149,13 +138,10 @@ def test_newer_than_what_was_tested_is_one_line_in_one_process(monkeypatch, tmp_
         assert "vllm 0.99.0" in line and "peft" not in line and "try" in line
 
 
-def usage(monkeypatch, free, total=2**40):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(total, total - free, free))
-
-
 @fault("R8.disk_full")
-def test_disk_too_small_for_what_will_be_written(monkeypatch, tmp_path):
-    usage(monkeypatch, free=int(2.5e9))
+def test_disk_too_small_for_the_run(monkeypatch, tmp_path):
+    free, total = int(2.5e9), 2**40
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(total, total - free, free))
     folder = Path(tmp_path) / "not" / "there"
     assert environment.disk(folder, int(1e9)) == []
     (problem,) = environment.disk(folder, int(3e9))

@@ -14,8 +14,8 @@ from datasets import Dataset
 
 from qerl_trl.checks import rewards as guards
 from qerl_trl.checks.learning import SignalMonitor
-from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import LORA, WEIGHTS
+from tests.faults.catalog import fault, raises
+from tests.faults.tiny_runs import WEIGHTS
 from tests.faults.tiny_runs import spread_reward as sound_reward
 
 PROMPTS = Dataset.from_dict({"prompt": ["say one ", "say two "] * 4})
@@ -28,12 +28,10 @@ def spread(completions, **kwargs):
 
 @pytest.fixture(scope="module")
 def trainer(tiny_runs, tmp_path_factory):
-    """One for all: a fault replaces its reward function, or spoils one number of a step that is then not taken."""
-    made = tiny_runs.trainer(
-        tmp_path_factory.mktemp("run"), [spread, spread], PROMPTS, peft_config=LORA, per_device_train_batch_size=8,
-        max_steps=1,
-        save_strategy="no", reward_timeout=TIMEOUT, zero_advantage_patience=3, max_grad_norm=0.0, scale_rewards="none",
-    )  # fmt: skip
+    """Shared: a fault replaces its reward function, or spoils one number of a step that is then not taken."""
+    options = {"reward_timeout": TIMEOUT, "zero_advantage_patience": 3, "max_grad_norm": 0.0, "scale_rewards": "none"}
+    options |= {"per_device_train_batch_size": 8, "max_steps": 1, "save_strategy": "no"}
+    made = tiny_runs.trainer(tmp_path_factory.mktemp("run"), [spread, spread], PROMPTS, **options)
     if not hasattr(made, "async_loop"):  # TRL starts it for async functions that it is given at the start
         from trl.trainer.grpo_trainer import start_event_loop_in_daemon
 
@@ -76,21 +74,38 @@ def in_thread(function):
 # --- what a function returns ---
 
 
-@fault("R5.infinite")
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (math.inf, ("inf", "clip the reward")),
-        (-math.inf, ("-inf", "clip the reward")),
-        (-(10**5000), ("inf", "clip the reward")),  # more digits than Python prints
-        (1e38, ("1e+38", "float32", "scale the reward")),
-        (-1e20, ("-1e+20", "float32", "scale the reward")),
-    ],
-    ids=["inf", "-inf", "unprintable", "1e38", "-1e20"],
-)
-def test_infinite_or_too_large_for_float32(graded_by, value, said):
-    with told(ValueError, "graded", "completion 7", *said):
+RETURNED = [
+    pytest.param(math.inf, ValueError, ("inf", "clip the reward"), marks=fault("R5.infinite")),
+    pytest.param(-(10**5000), ValueError, ("inf", "clip the reward"), marks=fault("R5.infinite")),  # Python's limit
+    pytest.param(-1e20, ValueError, ("-1e+20", "float32", "scale the reward"), marks=fault("R5.infinite")),
+    pytest.param("good", TypeError, ("'good'", "or None where"), marks=fault("R5.not_a_number")),
+    pytest.param(1 + 0j, TypeError, ("(1+0j)", "or None where"), marks=fault("R5.not_a_number")),
+]
+LISTS = [
+    pytest.param(
+        [0.0] * 7, ValueError, ("7 rewards for 8", "exactly one per completion"), marks=fault("R5.wrong_length")
+    ),
+    pytest.param("12345678", TypeError, ("(str)", "return a list"), marks=fault("R5.not_a_number")),
+    pytest.param(
+        pandas.DataFrame({"reward": [5.0] * 8}),
+        TypeError,
+        ("(DataFrame)", "return a list"),
+        marks=fault("R5.not_a_number"),
+    ),
+    pytest.param(dict.fromkeys(range(8), 1.0), TypeError, ("(dict)", "return a list"), marks=fault("R5.not_a_number")),
+]
+
+
+@pytest.mark.parametrize(("value", "kind", "words"), RETURNED, ids=["inf", "unprintable", "float32", "text", "complex"])
+def test_one_value_that_cannot_be_learned_from(graded_by, value, kind, words):
+    with raises(kind, "graded", "completion 7", *words):
         rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
+
+
+@pytest.mark.parametrize(("value", "kind", "words"), LISTS, ids=["7 of 8", "str", "DataFrame", "dict"])
+def test_values_that_are_no_list_of_rewards(graded_by, value, kind, words):
+    with raises(kind, "graded", *words):
+        rewards(graded_by(lambda completions, **_: value))
 
 
 @fault("R5.nan", recovered=True)
@@ -102,41 +117,14 @@ def test_nan_is_left_out_and_warned_of_once(graded_by, caplog):
     assert "Return None where the function does not apply" in said
 
 
-@fault("R5.wrong_length")
-def test_wrong_length(graded_by):
-    with told(ValueError, "graded", "7 rewards for 8 completions", "exactly one per completion"):
-        rewards(graded_by(lambda completions, **_: [0.0] * 7))
-
-
-@fault("R5.not_a_number")
-@pytest.mark.parametrize("value", ["good", [1.0], 1 + 0j])
-def test_not_a_number(graded_by, value):
-    with told(TypeError, "graded", repr(value), "completion 7", "or None where"):
-        rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
-
-
-NO_LISTS = {
-    "str": "12345678",
-    "DataFrame": pandas.DataFrame({"reward": [5.0] * 8}),
-    "dict": dict.fromkeys(range(8), 1.0),
-}
-
-
-@fault("R5.not_a_number")
-@pytest.mark.parametrize("kind", NO_LISTS)
-def test_as_many_numbers_that_are_no_rewards(graded_by, kind):
-    with told(TypeError, "graded", f"({kind})", "return a list"):
-        rewards(graded_by(lambda completions, **_: NO_LISTS[kind]))
-
-
 @fault("R5.all_none")
-def test_a_run_in_which_nothing_is_graded_ends(graded_by, caplog):
+def test_a_run_without_any_grade_ends(graded_by, caplog):
     trainer = graded_by(lambda completions, **_: [None] * len(completions))
     trainer.reward_funcs[0] = trainer.reward_funcs[1]
     for _ in range(2):
         assert not rollout(trainer)["advantages"].any()
     assert sum("no function of 'spread', 'graded' applied" in message for message in caplog.messages) == 1
-    with told(RuntimeError, "graded", "8 completions", "3 rollouts in a row", "return a number"):
+    with raises(RuntimeError, "graded", "8 completions", "3 rollouts in a row", "return a number"):
         rollout(trainer)
 
 
@@ -169,31 +157,24 @@ def exits(completions, **_):
     exec("import sys; sys.exit()")  # what a grader of code was given by the model
 
 
-ERROR, EXIT = (
-    ("raised KeyError", "answer", "return None"),
-    ("raised SystemExit", "called exit()", "a process of its own"),
-)
-RAISE = {
-    broken: ERROR,
-    broken_later: ERROR,
-    broken_lazily: ERROR,
-    exits: EXIT,
-    broken_in_a_generator: ("raised TypeError", "unsupported operand", "return None"),
-}
+KEY = ("raised KeyError", "answer", "return None")
+RAISE = [
+    (broken, KEY, False),
+    (broken_later, KEY, False),
+    (exits, ("raised SystemExit", "called exit()", "a process of its own"), False),
+    (broken_in_a_generator, ("raised TypeError", "unsupported operand", "return None"), False),
+    (broken, KEY, True),
+    (broken_later, KEY, True),
+    (broken_in_a_pool, KEY, True),
+    (broken_lazily, KEY, True),
+]
 
 
 @fault("R5.raises")
-@pytest.mark.parametrize(("function", "words"), RAISE.items())
-def test_raises(graded_by, function, words):
-    with told(RuntimeError, "'graded'", *words, "resume"):
-        rewards(graded_by(function))
-
-
-@fault("R5.raises")
-@pytest.mark.parametrize("function", [broken, broken_later, broken_in_a_pool, broken_lazily])
-def test_raises_outside_the_main_thread(graded_by, function):
-    with told(RuntimeError, "'graded'", *ERROR):
-        in_thread(lambda: rewards(graded_by(function)))
+@pytest.mark.parametrize(("function", "words", "in_a_thread"), RAISE)
+def test_raises_in_the_main_thread_or_outside(graded_by, function, words, in_a_thread):
+    with raises(RuntimeError, "'graded'", *words, "resume"):
+        (in_thread if in_a_thread else lambda work: work())(lambda: rewards(graded_by(function)))
 
 
 async def slow(completions, **_):
@@ -215,7 +196,9 @@ def hanging_and_catching(completions, **_):
 @pytest.mark.parametrize("function", [hanging, slow, hanging_and_catching])
 def test_hangs(graded_by, function):
     trainer, begun = graded_by(function), time.monotonic()
-    with told(RuntimeError, "'graded' did not return", f"reward_timeout={TIMEOUT} s", "raise reward_timeout", "resume"):
+    with raises(
+        RuntimeError, "'graded' did not return", f"reward_timeout={TIMEOUT} s", "raise reward_timeout", "resume"
+    ):
         rewards(trainer)
     assert time.monotonic() - begun < 10 * TIMEOUT
 
@@ -242,7 +225,7 @@ def spoiled_step(trainer, hook):
 )
 def test_gradient(graded_by, value, said):
     trainer = graded_by(spread)
-    with told(RuntimeError, said, "at step 0", "lora_B", "lower learning rate"):
+    with raises(RuntimeError, said, "at step 0", "lora_B", "lower learning rate"):
         spoiled_step(trainer, lambda grad: torch.full_like(grad, value))
 
 
@@ -251,7 +234,7 @@ def test_nan_loss(graded_by, monkeypatch):
     trainer = graded_by(spread)
     compute = trainer.compute_loss
     monkeypatch.setattr(trainer, "compute_loss", lambda *args, **kwargs: compute(*args, **kwargs) * math.nan)
-    with told(RuntimeError, "the loss is nan at step 0", "no weight was changed", "learning rate"):
+    with raises(RuntimeError, "the loss is nan at step 0", "no weight was changed", "learning rate"):
         spoiled_step(trainer, lambda grad: grad)
 
 
@@ -262,14 +245,14 @@ def _raises():
     raise KeyError("solution")
 
 
-FAILURES = {
-    "infinite": lambda: [math.inf] * 4,
-    "wrong_length": lambda: [1.0],
-    "not_a_number": lambda: ["one"] * 4,
-    "raises": _raises,
-    "hangs": lambda: time.sleep(20),
-    "all_none": lambda: [None] * 4,
-}
+FAILURES = [
+    pytest.param(lambda: [math.inf] * 4, marks=fault("R5.infinite", recovered=True), id="infinite"),
+    pytest.param(lambda: [1.0], marks=fault("R5.wrong_length", recovered=True), id="wrong_length"),
+    pytest.param(lambda: ["one"] * 4, marks=fault("R5.not_a_number", recovered=True), id="not_a_number"),
+    pytest.param(_raises, marks=fault("R5.raises", recovered=True), id="raises"),
+    pytest.param(lambda: time.sleep(20), marks=fault("R5.hangs", recovered=True), id="hangs"),
+    pytest.param(lambda: [None] * 4, marks=fault("R5.all_none", recovered=True), id="all_none"),
+]
 STEPS = {"save_steps": 100, "max_steps": 3, "zero_advantage_patience": 1}
 
 
@@ -280,25 +263,14 @@ def uninterrupted(tiny_runs, tmp_path_factory):
     return (folder / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("infinite", marks=fault("R5.infinite", recovered=True)),
-        pytest.param("wrong_length", marks=fault("R5.wrong_length", recovered=True)),
-        pytest.param("not_a_number", marks=fault("R5.not_a_number", recovered=True)),
-        pytest.param("raises", marks=fault("R5.raises", recovered=True)),
-        pytest.param("hangs", marks=fault("R5.hangs", recovered=True)),
-        pytest.param("all_none", marks=fault("R5.all_none", recovered=True)),
-    ],
-)
-def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path):
-    """The step before is saved with its random state; once the function is mended, the same command goes on from
-    there."""
-    calls, options = [], STEPS | {"reward_timeout": 0.5 if kind == "hangs" else 60.0}
+@pytest.mark.parametrize("fails", FAILURES)
+def test_a_reward_that_fails_after_two_steps_costs_nothing(fails, uninterrupted, tiny_runs, tmp_path):
+    """The step before is saved with its RNG state; with a repaired function, the same command resumes from it."""
+    calls, options = [], STEPS | {"reward_timeout": 1.0}
 
     def spread_reward(completions, **kwargs):
-        calls.append(kind)
-        return FAILURES[kind]() if len(calls) == 3 else sound_reward(completions, **kwargs)
+        calls.append(fails)
+        return fails() if len(calls) == 3 else sound_reward(completions, **kwargs)
 
     broken = tiny_runs.trainer(tmp_path, reward=spread_reward, **options)
     with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
@@ -308,26 +280,15 @@ def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, 
     assert (tmp_path / WEIGHTS).read_bytes() == uninterrupted
 
 
-#: options, the rollout that fails, whether the step that had ended can be saved
-IN_THE_MIDDLE = {
-    "a step that begins with an older rollout": (
-        {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
-        2,
-        False,
-    ),
-    "the one after it": ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, 3, True),
-}
-
-
 @fault("R5.raises", recovered=True)
-@pytest.mark.parametrize("case", IN_THE_MIDDLE)
-def test_a_reward_that_fails_in_the_middle_of_a_step_costs_nothing_either(case, tiny_runs, tmp_path):
-    """The step before is saved with the random state of its end, not of the middle."""
-    rhythm, number, saved = IN_THE_MIDDLE[case]
+@pytest.mark.parametrize(("number", "saved"), [(2, False), (3, True)], ids=["older rollout", "the one after it"])
+def test_a_reward_that_fails_in_the_middle_of_a_step_costs_nothing_either(number, saved, tiny_runs, tmp_path):
+    """The step before is saved with the RNG state of its end, unless it began with an older rollout."""
+    rhythm = {"gradient_accumulation_steps": 2, "steps_per_generation": 3}
     options, calls = STEPS | rhythm | {"max_steps": 4, "zero_advantage_patience": 10}, []
 
     def spread_reward(completions, **kwargs):
-        calls.append(case)
+        calls.append(number)
         return _raises() if len(calls) == number else sound_reward(completions, **kwargs)
 
     tiny_runs.command(tmp_path / "whole", **options)

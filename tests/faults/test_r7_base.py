@@ -1,4 +1,4 @@
-"""An adapter meets another base of the same shapes, a base that has the adapter, or one that only this machine has."""
+"""An adapter with another base of the same shapes, a base that has the adapter already, or a local one."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 import qerl_trl
 from qerl_trl import NVFP4Config
@@ -17,17 +17,19 @@ from qerl_trl.publish import export, hub
 from qerl_trl.publish.load import TrainedPolicy, load_policy
 from qerl_trl.publish.quantize import quantize_folder
 from qerl_trl.tasks import evaluation
-from tests.faults.catalog import fault, told
+from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import (
     FILE,
-    REPO,
     WEIGHTS,
-    call,
+    AfterStep,
     contents,
+    fails,
     flip_a_bit,
     in_hub_cache,
-    tiny_policy,
+    make_policy,
+    works,
 )
+from tests.hub_server import REPO
 from tests.tiny_models import make_tiny_model
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -37,60 +39,31 @@ def settings_of(folder) -> dict:
     return recorded_run(folder)["settings"]
 
 
-def with_base(run, copy, base):
-    """A copy of a run whose adapter names another base."""
-    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
-    named = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": str(base)}))
-    seal(copy, recorded_run(run))
-    return copy
-
-
-def fails(words: tuple, *command: object, code: int = 2) -> None:
-    """The command ends with `code` and `words` on stderr."""
-    found, _, err = call(*command)
-    assert found == code and not [word for word in words if str(word) not in err], err
-
-
-def works(*command: object) -> str:
-    """What the command prints on stderr."""
-    code, _, err = call(*command)
-    assert code == 0, err
-    return err
-
-
 # --- another base ---
 
 
-@fault("R7.wrong_base")
+@fault("R7.wrong_base", recovered=True)
 def test_resume(finished, other_base, tiny_runs, tmp_path):
-    run = shutil.copytree(finished, tmp_path / "run")
+    """On another base it is refused; on the same one in another folder it goes on."""
+    run, moved = shutil.copytree(finished, tmp_path / "run"), shutil.copytree(tiny_runs.model, tmp_path / "moved")
     trainer = tiny_runs.trainer(run, model=str(other_base), max_steps=3)
-    with told(ValueError, "base_sha256: the base model has other weights", "output_dir", "allow_other_settings"):
+    with raises(ValueError, "base_sha256: the base model has other weights", "output_dir", "allow_other_settings"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 0
+    assert tiny_runs.command(run, model=str(moved), max_steps=3).state.global_step == 3
 
 
 @fault("R7.wrong_base", recovered=True)
-def test_resume_on_the_same_base_in_another_folder(finished, tiny_runs, tmp_path):
-    run, moved = shutil.copytree(finished, tmp_path / "run"), shutil.copytree(tiny_runs.model, tmp_path / "moved")
-    trainer = tiny_runs.trainer(run, model=str(moved), max_steps=3)
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 3
-
-
-@fault("R7.wrong_base", recovered=True)
-def test_a_base_that_is_computed_with_in_another_way(tiny_runs, tmp_path):
-    """The same weights, and no seal next to them."""
+def test_the_same_weights_with_another_configuration(tiny_runs, tmp_path):
     base = shutil.copytree(tiny_runs.model, tmp_path / "base")
     own = {"model": str(base)}
     tiny_runs.command(tmp_path / "run", max_steps=1, **own)
     before = (base / "config.json").read_text()
     (base / "config.json").write_text(json.dumps({**json.loads(before), "rms_norm_eps": 1e-3}))
     line = "base_config.rms_norm_eps: not set then, 0.001 now"
-    with told(ValueError, str(tmp_path / "run"), line, "allow_other_settings=True"):
+    with raises(ValueError, str(tmp_path / "run"), line, "allow_other_settings=True"):
         tiny_runs.command(tmp_path / "run", **own)
-    with told(ValueError, str(base), line, "--base-model", "--allow-other-base"):
+    with raises(ValueError, str(base), line, "--base-model", "--allow-other-base"):
         load_policy(tmp_path / "run")
     assert load_policy(tmp_path / "run", allow_other_base=True).settings["changed"] == [line]
     (base / "config.json").write_text(before)
@@ -99,14 +72,11 @@ def test_a_base_that_is_computed_with_in_another_way(tiny_runs, tmp_path):
 
 
 @fault("R7.wrong_base")
-@pytest.mark.parametrize("form", ["bf16", "nvfp4", "base"])
-def test_merge(finished, other_base, tiny_runs, tmp_path, form):
+def test_merge(finished, other_base, tiny_runs, tmp_path):
     words = (other_base, tiny_runs.model, "other weights", "--base-model", "--allow-other-base")
-    fails(words, "merge", finished, tmp_path / "out", "--as", form, "--base-model", other_base)
+    for form in ("bf16", "nvfp4", "base"):
+        fails(words, "merge", finished, tmp_path / "out", "--as", form, "--base-model", other_base)
     assert not (tmp_path / "out").exists()
-
-
-def test_merge_records_the_base_and_what_was_allowed(finished, other_base, tmp_path):
     works("merge", finished, tmp_path / "out")
     then = recorded_run(finished)["base_sha256"]
     assert settings_of(tmp_path / "out")["base_sha256"] == then and "changed" not in settings_of(tmp_path / "out")
@@ -116,18 +86,17 @@ def test_merge_records_the_base_and_what_was_allowed(finished, other_base, tmp_p
     assert settings_of(tmp_path / "other")["changed"] == [f"base_sha256: trained on {then[:12]}, built on {now[:12]}"]
 
 
-@pytest.fixture
-def problems(tmp_path):
-    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    return "--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json"
-
-
 @fault("R7.wrong_base")
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_eval(finished, other_base, problems, tmp_path, monkeypatch, engine):
+def test_eval(finished, other_base, tmp_path, monkeypatch, engine):
     monkeypatch.setattr(evaluation, "vllm_engine", None)  # refused before one starts
-    run = with_base(finished, tmp_path / "run", other_base)
-    fails(("other weights",), "eval", run, *problems, "--engine", engine)
+    run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    named = json.loads((run / "adapter_config.json").read_text())
+    (run / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": str(other_base)}))
+    seal(run, recorded_run(finished))
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    where = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json")
+    fails(("other weights",), "eval", run, *where, "--engine", engine)
     assert not (tmp_path / "eval.json").exists()
 
 
@@ -143,43 +112,36 @@ def test_an_adapter_that_is_loaded_by_hand(by, finished, other_base, tiny_runs, 
     def load(base, **options):
         qerl_trl.load_adapter(qerl_trl.from_pretrained(base, dtype=torch.float32), name, **options)
 
-    with told(ValueError, name, "a base with other weights", "allow_other_base=True"):
+    with raises(ValueError, name, "a base with other weights", "allow_other_base=True"):
         load(other_base)
     load(other_base, allow_other_base=True)
     load(tiny_runs.model)
     flip_a_bit(folder / WEIGHTS)
-    with told(ValueError, f"{name} is not as it was sealed", WEIGHTS, "download it again"):
+    with raises(ValueError, f"{name} is not as it was sealed", WEIGHTS, "download it again"):
         load(tiny_runs.model)
 
 
 # --- a base of another revision ---
 
 
-@pytest.fixture
-def moved_on(tiny_runs, tmp_path, monkeypatch):
-    """(run, commit): trained on someone/base at `commit`, which then got another commit of the same shapes."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    in_hub_cache(tmp_path / "hub", "someone/base", "a" * 40, tiny_runs.model)
-    tiny_runs.command(tmp_path / "run", model="someone/base", max_steps=1)
-    make_tiny_model("qwen2", seed=1).save_pretrained(tmp_path / "newer")
-    in_hub_cache(tmp_path / "hub", "someone/base", "b" * 40, tmp_path / "newer")
-    return tmp_path / "run", "a" * 40
-
-
 @fault("R7.wrong_base", recovered=True)
-def test_the_revision_that_was_trained_on_is_merged_and_named(moved_on, server, tiny_runs, tmp_path, monkeypatch):
-    run, commit = moved_on
+def test_the_revision_that_was_trained_on_is_merged_and_named(server, tiny_runs, tmp_path, monkeypatch):
+    """The base got another commit of the same shapes since."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    words = (f"someone/base at revision {commit[:12]}", "--allow-other-base")
-    fails(words, "merge", run, tmp_path / "merged", "--base-model", tmp_path / "newer")
-    assert not (tmp_path / "merged").exists() and recorded_run(run)["base_revision"] == commit
+    run, commit = tmp_path / "run", "a" * 40
     with monkeypatch.context() as offline:
         offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        in_hub_cache(tmp_path / "hub", "someone/base", commit, tiny_runs.model)
+        tiny_runs.command(run, model="someone/base", max_steps=1)
+        make_tiny_model("qwen2", seed=1).save_pretrained(tmp_path / "newer")
+        in_hub_cache(tmp_path / "hub", "someone/base", "b" * 40, tmp_path / "newer")
         works("merge", run, tmp_path / "merged")
+    words = (f"someone/base at revision {commit[:12]}", "--allow-other-base")
+    fails(words, "merge", run, tmp_path / "other", "--base-model", tmp_path / "newer")
+    assert not (tmp_path / "other").exists() and recorded_run(run)["base_revision"] == commit
     name = "model.embed_tokens.weight"
     assert torch.equal(load_file(tmp_path / "merged" / FILE)[name], load_file(f"{tiny_runs.model}/{FILE}")[name])
-    then = recorded_run(run)["base_sha256"]
-    merged = settings_of(tmp_path / "merged")
+    then, merged = recorded_run(run)["base_sha256"], settings_of(tmp_path / "merged")
     assert (merged["base_revision"], merged["base_sha256"]) == (commit, then)
     works("push", "adapter", run, REPO)
     config = json.loads(server.repos[REPO]["files"]["adapter_config.json"])
@@ -192,8 +154,8 @@ def test_the_revision_that_was_trained_on_is_merged_and_named(moved_on, server, 
 
 @fault("R7.wrong_base")
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])  # with tied embeddings and without
-def test_a_base_quantized_on_disk_records_which_it_is(kind, tiny_model_dir, tmp_path):
-    """The fingerprint of what will be loaded, from the pieces that are written."""
+def test_a_base_quantized_on_disk_records_its_fingerprint(kind, tiny_model_dir, tmp_path):
+    """The fingerprint of the loaded base, from the pieces as they are written."""
     for _ in range(2):  # finished, it is recognized
         quantize_folder(tiny_model_dir(kind), tmp_path / "base", max_shard_bytes=60_000)
     loaded = qerl_trl.from_pretrained(tiny_model_dir(kind), NVFP4Config())
@@ -202,7 +164,7 @@ def test_a_base_quantized_on_disk_records_which_it_is(kind, tiny_model_dir, tmp_
 
 @fault("R7.wrong_base")
 def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny_runs, server, tmp_path):
-    """Named by the push, or before that by the export."""
+    """Named by the push or by the export."""
     quantize_folder(other_base, tmp_path / "base")
     hub.push_folder(tmp_path / "base", "someone/quantized")
     words = ("someone/quantized holds a base with other weights", "--allow-other-base")
@@ -220,7 +182,7 @@ def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny
 
 @fault("R7.merge_without_effect")
 def test_a_change_that_four_bits_lose_is_not_published_as_a_model(tiny_model_dir, tiny_tokenizer, tmp_path):
-    policy = tiny_policy(tiny_model_dir("qwen2"), dtype="bfloat16", size=0.0005)
+    policy = make_policy(tiny_model_dir("qwen2"), dtype="bfloat16", size=0.0005)
     recorded = {"base_format": "nvfp4", "model": str(tiny_model_dir("qwen2"))}
     export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, recorded), tmp_path / "run")
     words = ("of the adapter's change survives", "--force", "Publish the adapter")
@@ -241,7 +203,7 @@ def test_a_live_model_that_is_merged(tiny_runs, tmp_path):
     trainer.save_merged(tmp_path / "before")
     run = contents(tmp_path / "run")
     trainer.model.merge_adapter()
-    with told(RuntimeError, "adapter is merged into the model already", "unmerge_adapter()"):
+    with raises(RuntimeError, "adapter is merged into the model already", "unmerge_adapter()"):
         trainer.save_merged(tmp_path / "merged")
     assert not (tmp_path / "merged").exists() and contents(tmp_path / "run") == run
     trainer.model.unmerge_adapter()
@@ -252,23 +214,14 @@ def test_a_live_model_that_is_merged(tiny_runs, tmp_path):
 BF16 = {"base_format": "bf16", "model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 0.05}
 
 
-class MergesOnce(TrainerCallback):
-    """As somebody does to look at the merged model in the middle of a run."""
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if state.global_step == 2:
-            model.merge_adapter()
-            model.unmerge_adapter()
-
-
 @fault("R7.merged_twice", recovered=True)
-def test_a_base_that_drifts_while_it_is_trained_on_is_not_saved_as_the_runs(tiny_runs, tmp_path):
-    """In 16 bits the weights do not come back."""
+def test_a_base_that_changes_during_training_is_not_saved(tiny_runs, tmp_path):
+    """In 16 bits a merge and unmerge does not restore the weights."""
     trainer = tiny_runs.trainer(tmp_path / "run", max_steps=3, **BF16)
-    trainer.add_callback(MergesOnce())
-    with told(RuntimeError, "frozen base has other weights", "save_adapter", "resume from the last checkpoint"):
+    trainer.add_callback(AfterStep(2, lambda model: (model.merge_adapter(), model.unmerge_adapter())))
+    with raises(RuntimeError, "frozen base has other weights", "save_adapter", "resume from the last checkpoint"):
         trainer.train()
-    with told(RuntimeError, "frozen base has other weights", "save_adapter"):
+    with raises(RuntimeError, "frozen base has other weights", "save_adapter"):
         trainer.save_model()
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
     assert tiny_runs.command(tmp_path / "run", max_steps=3, **BF16)._resumed.global_step == 1
@@ -298,7 +251,7 @@ def test_a_tied_embedding_is_one_matrix_in_the_product(tiny_runs, tmp_path):
 def test_an_adapter_of_a_local_base(finished, tiny_runs, server, tmp_path):
     words = (tiny_runs.model, "only this machine has", "--base-model")
     fails(words, "push", "adapter", finished, REPO)
-    with told(ValueError, "only this machine has", "hub_base_model"):
+    with raises(ValueError, "only this machine has", "hub_base_model"):
         tiny_runs.trainer(tmp_path / "run").push_to_hub()
     assert server.requests == [] and server.repos == {}
 

@@ -1,4 +1,4 @@
-"""A card shows the figures that were measured of what it describes. Whatever else lies there is named, and left out."""
+"""A card shows the figures measured of its model; others next to it are named and left out."""
 
 import json
 import logging
@@ -8,29 +8,19 @@ import pytest
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import card as cards
 from tests.faults.catalog import fault
-from tests.faults.tiny_runs import REPO, call
+from tests.faults.tiny_runs import works
+from tests.hub_server import REPO
 
-SETTINGS = {
-    "base_format": "nvfp4",
-    "model": "some/base",
-    "settings_sha256": "5e77",
-    "base_sha256": "ba5e",
-    "global_step": 100,
-}
-SIZE = {"interval95": [0.4, 0.6], "total": 256}
-RESULTS = {
-    "before": {"accuracy": 0.102, "correct": 26, **SIZE}, "after": {"accuracy": 0.523, "correct": 134, **SIZE},
-    "steps": 100,
-    "settings": {name: SETTINGS[name] for name in ("settings_sha256", "base_sha256", "global_step")},
-    "dataset": "someone/data", "log_history": [{"step": 1, "reward": 0.1}, {"step": 100, "reward": 0.5}],
-}  # fmt: skip
-EVALUATION = {
-    "name": "gsm8k", "dataset": "openai/gsm8k", "accuracy": 0.987, "interval95": [0.97, 0.99], "total": 1000,
-    "seed": 1, "engine": "vllm",
-    "protocol": {"temperature": 0.0, "samples": 1, "split": "test", "dataset": "openai/gsm8k", "max_new_tokens": 5,
-    "top_p": 1.0},
-    "base_format": "nvfp4", "base_sha256": "ba5e",
-}  # fmt: skip
+OF = {"settings_sha256": "5e77", "base_sha256": "ba5e", "global_step": 100}
+SETTINGS = {"base_format": "nvfp4", "model": "some/base", **OF}
+HISTORY = [{"step": 1, "reward": 0.1}, {"step": 100, "reward": 0.5}]
+AFTER = {"accuracy": 0.523, "correct": 134, "interval95": [0.4, 0.6], "total": 256}
+RESULTS = {"before": AFTER, "after": AFTER, "steps": 100, "settings": OF, "dataset": "someone/data"}
+RESULTS |= {"log_history": HISTORY}
+PROTOCOL = {"temperature": 0.0, "samples": 1, "split": "test", "dataset": "openai/gsm8k", "max_new_tokens": 5}
+EVALUATION = {"name": "gsm8k", "dataset": "openai/gsm8k", "accuracy": 0.987, "interval95": [0.97, 0.99], "total": 1000}
+EVALUATION |= {"seed": 1, "engine": "vllm", "protocol": {**PROTOCOL, "top_p": 1.0}}
+EVALUATION |= {"base_format": "nvfp4", "base_sha256": "ba5e"}
 
 
 @pytest.fixture
@@ -50,21 +40,24 @@ def write(folder, content, name="results.json"):
 
 
 OTHERS = {
-    "settings": ({**RESULTS["settings"], "settings_sha256": "0ther"}, "settings_sha256 0ther there, 5e77 here"),
-    "base": ({**RESULTS["settings"], "base_sha256": "0ther"}, "base_sha256 0ther there, ba5e here"),
+    "settings": ({**OF, "settings_sha256": "0ther"}, "settings_sha256 0ther there, 5e77 here"),
+    "base": ({**OF, "base_sha256": "0ther"}, "base_sha256 0ther there, ba5e here"),
     "nothing": (None, "does not say with which settings"),
 }
 
 
 @fault("R7.card_of_another_run", recovered=True)
-@pytest.mark.parametrize(("of", "said"), OTHERS.values(), ids=OTHERS)
-def test_results_of_another_run(of, said, folder, caplog):
+@pytest.mark.parametrize(("of", "words"), OTHERS.values(), ids=OTHERS)
+def test_results_of_another_run(of, words, folder, caplog):
     path = write(folder, {**RESULTS, "settings": of})
     facts = cards.facts_of_run(folder, SETTINGS)
     assert not {"results", "log"} & set(facts) and facts["dataset"] is None and "52.3" not in cards.render(facts)
-    assert f"{path} is of another run than {folder}" in caplog.text and said in caplog.text
+    assert f"{path} is of another run than {folder}" in caplog.text and words in caplog.text
     assert cards.facts_of_run(folder, SETTINGS, dataset="my/own")["dataset"] == "my/own"
     assert caplog.text.count("is of another run") == 1  # a run that pushes while it trains has many cards
+    path = write(folder, '{"after": ')
+    assert "52.3" not in cards.render(cards.facts_of_run(folder, SETTINGS))
+    assert f"{path} is damaged" in caplog.text and "Run its command again" in caplog.text
 
 
 @fault("R7.card_of_another_run", recovered=True)
@@ -76,13 +69,6 @@ def test_a_checkpoint_shows_no_figures_of_the_end(folder, caplog):
         assert ("results" in facts) is ("log" in facts) is ("52.3" in cards.render(facts)) is (step == 100)
         assert facts["dataset"] == "someone/data"
     assert f"was measured after 100 steps, and {folder / 'checkpoint-50'} has 50" in caplog.text
-
-
-@fault("R7.card_of_another_run", recovered=True)
-def test_damaged_results(folder, caplog):
-    path = write(folder, '{"after": ')
-    assert "52.3" not in cards.render(cards.facts_of_run(folder, SETTINGS))
-    assert f"{path} is damaged" in caplog.text and "Run its command again" in caplog.text
 
 
 @fault("R7.card_of_another_run", recovered=True)
@@ -106,22 +92,19 @@ def test_an_evaluation_of_something_else(change, said, folder, caplog):
 
 @fault("R7.card_of_another_run", recovered=True)
 def test_a_run_with_figures_of_another_next_to_its_own(server, tiny_runs, tmp_path, caplog):
-    """What `eval` measured of it is shown by every way out; what somebody else left there is not."""
+    """Every export shows its own evaluation, and no foreign figures."""
     run, problems = tmp_path / "runs/run", tmp_path / "problems.jsonl"
     trainer = tiny_runs.command(run, max_steps=1)
     problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    assert call("eval", run, "--data", problems, "--max-new-tokens", 2)[0] == 0
-    foreign = {**RESULTS, "after": {**RESULTS["after"], "accuracy": 0.987}, "dataset": "someone/else"}
-    for path, name in ((run, "results.json"), (run.parent, "results.json")):
-        write(path, foreign, name)
+    works("eval", run, "--data", problems, "--max-new-tokens", 2)
+    for path in (run, run.parent):
+        write(path, {**RESULTS, "after": {**AFTER, "accuracy": 0.987}, "dataset": "someone/else"})
     write(run, EVALUATION, "eval-gsm8k.json")
-    assert call("merge", run, tmp_path / "out")[0] == 0
-    assert call("push", "adapter", run, REPO, "--base-model", "someone/base")[0] == 0
+    works("merge", run, tmp_path / "out")
+    works("push", "adapter", run, REPO, "--base-model", "someone/base")
     trainer.save_adapter(tmp_path / "adapter")
-    shown = [(tmp_path / name / "README.md").read_text() for name in ("out", "adapter")] + [
-        server.text(REPO)["README.md"]
-    ]
-    for card in shown:
+    shown = [(tmp_path / name / "README.md").read_text() for name in ("out", "adapter")]
+    for card in [*shown, server.text(REPO)["README.md"]]:
         assert "98.7" not in card and "someone/else" not in card and "openai/gsm8k" not in card
         assert "| problems" in card and "model-index" in card
     for name in ("results.json", "eval-gsm8k.json"):

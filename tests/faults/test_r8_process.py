@@ -11,38 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.cli import main as errors
 from qerl_trl.nvfp4 import quantizer
-from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import WEIGHTS, Interrupted, contents, interrupting
+from tests.faults.catalog import fault, raises
+from tests.faults.tiny_runs import WEIGHTS, AfterStep, Interrupted, contents, interrupting
 from tests.ranks import on_ranks
 
-OUT_OF_MEMORY = (
-    "CUDA out of memory. Tried to allocate 30.00 KiB. GPU 0 has a total capacity of 79.10 GiB of which 2 MiB is free."
-)
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 30.00 KiB. GPU 0 has a total capacity of 79.10 GiB."
 
 
-def goes_on(tiny_runs, run: Path, finished: Path) -> bool:
-    """Whether the same command, once the cause is gone, goes on from the first step and ends with the same bytes."""
+def check_resumed(tiny_runs, run: Path, finished: Path) -> None:
+    """Once the cause is gone, the same command resumes from the first step and ends with the same bytes."""
     assert seal.last_checkpoint(run) == str(run / "checkpoint-1")
     saved = contents(run / "checkpoint-1")
     tiny_runs.command(run)
     assert contents(run / "checkpoint-1") == saved
-    return (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
-
-
-class AfterStep(TrainerCallback):
-    """`action(model)` at the end of a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == self.step:
-            self.action(model)
+    assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
 
 
 def trainer_with(tiny_runs, run, step, action, **options):
@@ -54,12 +40,11 @@ def trainer_with(tiny_runs, run, step, action, **options):
 # --- what a callback does ---
 
 
-def interrupt(model):
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("without_optimizer", [False, True])
-def test_ctrl_c_names_the_checkpoint_and_promises_nothing_that_is_refused(without_optimizer, tiny_runs, tmp_path):
+def test_ctrl_c_names_the_checkpoint_and_how_to_resume(without_optimizer, tiny_runs, tmp_path):
+    def interrupt(model):
+        raise KeyboardInterrupt
+
     trainer = trainer_with(tiny_runs, tmp_path / "run", 2, interrupt, save_only_model=without_optimizer)
     with pytest.raises(KeyboardInterrupt) as ended:
         trainer.train()
@@ -86,7 +71,6 @@ def test_out_of_memory_in_a_step(where, tiny_runs, finished, tmp_path):
 
     run, reward = tmp_path / "run", interrupting(2 if where == "the rewards" else 0, by=fail)
     trainer = trainer_with(tiny_runs, run, 1, in_the_second_step, reward=reward)
-    # the machine has more than the model takes
     trainer.memory_plan = dataclasses.replace(trainer.memory_plan, gpu=None)
     remedy = {
         "an update": ["per_device_train_batch_size: 2 (gradient_accumulation_steps: 2)", "allow_other_settings: true"],
@@ -94,9 +78,9 @@ def test_out_of_memory_in_a_step(where, tiny_runs, finished, tmp_path):
         "the rewards": ["run them on another GPU"],
     }[where]
     words = (f"Out of memory in {where} at step 1", "30.00 KiB", *remedy, str(run / "checkpoint-1"))
-    with told(torch.OutOfMemoryError, *words):
+    with raises(torch.OutOfMemoryError, *words):
         trainer.train()
-    assert goes_on(tiny_runs, run, finished)
+    check_resumed(tiny_runs, run, finished)
 
 
 @fault("R8.out_of_memory")
@@ -113,9 +97,9 @@ def test_out_of_memory_when_the_engine_starts(text, tiny_runs, tmp_path, monkeyp
         raise (torch.OutOfMemoryError if text is OUT_OF_MEMORY else ValueError)(text)
 
     monkeypatch.setattr(QeRLVLLMGeneration, "_in_process", fail)
-    with told(torch.OutOfMemoryError, "when the engine started", text[:20], "kv_cache_memory_bytes"):
+    with raises(torch.OutOfMemoryError, "when the engine started", text[:20], "kv_cache_memory_bytes"):
         tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate")
-    with told(torch.OutOfMemoryError, "when the engine started", "Leave vllm_gpu_memory_utilization=0.9 out"):
+    with raises(torch.OutOfMemoryError, "when the engine started", "Leave vllm_gpu_memory_utilization=0.9 out"):
         tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.9)
 
 
@@ -130,10 +114,10 @@ def test_out_of_memory_while_the_model_is_loaded(tiny_runs, finished, tmp_path, 
     before = contents(run)
     with monkeypatch.context() as short:
         short.setattr(quantizer.NVFP4HfQuantizer, "_process_model_before_weight_loading", fail)
-        with told(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
+        with raises(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
             tiny_runs.command(run)
     assert contents(run) == before
-    assert goes_on(tiny_runs, run, finished)
+    check_resumed(tiny_runs, run, finished)
 
 
 # --- disk ---
@@ -143,29 +127,23 @@ def test_out_of_memory_while_the_model_is_loaded(tiny_runs, finished, tmp_path, 
 @pytest.mark.parametrize("limit", [10_000, 30_000], ids=["in the weights", "in the optimizer"])
 def test_disk_full(limit, tiny_runs, finished, tmp_path):
     """A limit on the size of files makes the file system refuse a write, as a full one does."""
-    run, (here, there) = tmp_path / "run", multiprocessing.Pipe()
+    run = tmp_path / "run"
 
     def full(model):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
-    def child():
+    def train(rank):
+        trainer = trainer_with(tiny_runs, run, 2, full)
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
-        try:
-            trainer_with(tiny_runs, run, 2, full).train()
-        except OSError as error:
-            there.send((str(error), sorted(os.listdir(run))))
+        trainer.train()
 
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    assert here.poll(), "it did not say so"
-    text, left = here.recv()
+    (outcome,) = on_ranks(1, train)
     words = ("no room to write step 2", str(run), "save_total_limit=1", "Free space", "same command")
-    assert not [word for word in words if word not in text]
-    assert "checkpoint-2" not in left
-    assert goes_on(tiny_runs, run, finished)
+    assert not [word for word in words if word not in outcome.answer], outcome
+    assert not (run / "checkpoint-2").exists()
+    check_resumed(tiny_runs, run, finished)
 
 
 # --- signals ---
@@ -173,7 +151,7 @@ def test_disk_full(limit, tiny_runs, finished, tmp_path):
 
 @fault("R8.sigterm", recovered=True)
 def test_sigterm(tiny_runs, finished, tmp_path, capfd):
-    """As a scheduler ends a run whose time is up."""
+    """A scheduler ends a run at its time limit."""
 
     def terminate():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -188,7 +166,7 @@ def test_sigterm(tiny_runs, finished, tmp_path, capfd):
     said = capfd.readouterr().err
     assert said.count("SIGTERM at step 1 of 2") == 1
     assert said.count(f"last whole checkpoint is {run / 'checkpoint-1'}: the same command goes on from it") == 1
-    assert goes_on(tiny_runs, run, finished)
+    check_resumed(tiny_runs, run, finished)
     assert f"{run} goes on at step 1 of 2" in capfd.readouterr().out
 
 
@@ -196,8 +174,7 @@ def test_sigterm(tiny_runs, finished, tmp_path, capfd):
 
 
 def two_processes(tiny_runs, run: Path, fails: bool = False) -> list[str | None]:
-    """One training of two processes with gloo; the reward of the second step `fails` in the second one. What each
-    raised."""
+    """Train with gloo; the reward of the second step `fails` in the second process. Returns what each raised."""
 
     def work(rank):
         reward = interrupting(2 if fails and rank == 1 else 0, by=KeyError)
@@ -208,7 +185,7 @@ def two_processes(tiny_runs, run: Path, fails: bool = False) -> list[str | None]
 
 @fault("R8.rank_fails", recovered=True)
 def test_the_reward_of_one_of_two_processes_fails(tiny_runs, tmp_path):
-    """No save was due: both save the step that has ended, and the same command goes on from there."""
+    """No save was due: both save the last step, and the same command resumes from it."""
     run = tmp_path / "run"
     other, failed = two_processes(tiny_runs, run, fails=True)
     for word in ("Reward function 'spread_reward' raised KeyError", "resume"):
@@ -219,11 +196,11 @@ def test_the_reward_of_one_of_two_processes_fails(tiny_runs, tmp_path):
     saved = contents(run / "checkpoint-1")
     shutil.copytree(run, alone := tmp_path / "alone")
     batch = {"per_device_train_batch_size": 8, "max_steps": 2, "save_steps": 2}  # as large as that of both
-    with told(ValueError, "world_size: 2 then, 1 now", "draw other numbers", "allow_other_settings"):
+    with raises(ValueError, "world_size: 2 then, 1 now", "draw other numbers", "allow_other_settings"):
         tiny_runs.command(alone, **batch)
     assert tiny_runs.command(alone, **batch, allow_other_settings=True).state.global_step == 2
     assert two_processes(tiny_runs, run) == [None, None]
-    assert contents(run / "checkpoint-1") == saved  # it went on from there
+    assert contents(run / "checkpoint-1") == saved
     assert two_processes(tiny_runs, tmp_path / "whole") == [None, None]
     assert (run / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 

@@ -1,4 +1,4 @@
-"""Tiny runs and policies, and what the faults do to them: interrupted, started again, edited on disk, published."""
+"""Tiny runs and policies to interrupt, resume, edit on disk and publish."""
 
 import shutil
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from typer.testing import CliRunner
 
-from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer
+from qerl_trl import NVFP4Config, QeRLGRPOTrainer
 from qerl_trl.cli import main as cli
 from qerl_trl.model.lora import prepare_trainable, register_nvfp4_lora
 
@@ -20,7 +20,6 @@ PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two"
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 WEIGHTS = "adapter_model.safetensors"
 FILE = "model.safetensors"
-REPO = "tester/model"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k.py"
 
 
@@ -30,11 +29,11 @@ def spread_reward(completions, **kwargs):
 
 
 class Interrupted(BaseException):
-    """What stops a run here; no error of the reward function, as a Ctrl-C is none."""
+    """Stops a run without an error of the reward function, as Ctrl-C does."""
 
 
 def interrupting(calls: int, reward=spread_reward, by=Interrupted):
-    """`reward`, which calls `by` (an exception is raised) in its call number `calls`: in the middle of that rollout."""
+    """`reward`, which calls (or raises) `by` in its call number `calls`, in the middle of that rollout."""
     seen = []
 
     def spread_reward(completions, **kwargs):  # under the name that the run records
@@ -46,12 +45,15 @@ def interrupting(calls: int, reward=spread_reward, by=Interrupted):
     return spread_reward
 
 
-class AfterTheFirstStep(TrainerCallback):
-    """Interrupts a run between its first two steps."""
+class AfterStep(TrainerCallback):
+    """`action(model)` at the end of a step."""
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            raise Interrupted
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            self.action(model)
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -59,14 +61,15 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """What lies in a folder, but for the mark of the process that trains there."""
+    """The files of a folder without the lock of a training process."""
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".qerl_lock"}
 
 
 def edit(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Load the tensors of a file, `change` them, save what it returns, or what it changed in place."""
+    """`change` the tensors of a file, in place or by returning others."""
     stored = load_file(file)
-    save_file(change(stored) or stored, file, metadata={"format": "pt"})
+    made = change(stored)
+    save_file(made if isinstance(made, dict) else stored, file, metadata={"format": "pt"})
 
 
 def flip_a_bit(file: Path) -> None:
@@ -81,7 +84,7 @@ def poison(tensors: dict[str, torch.Tensor], name: str = "") -> None:
 
 
 def in_hub_cache(cache: Path, name: str, commit: str, folder: Path) -> Path:
-    """What downloading `name` leaves in the Hub's cache, with `commit` as the newest; the snapshot's folder."""
+    """Put `name` into the Hub's cache, with `commit` as the newest; returns the snapshot's folder."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = shutil.copytree(folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir(exist_ok=True)
@@ -101,18 +104,32 @@ def call(*words: object) -> tuple[int, str, str]:
     return code, outcome.stdout, outcome.stderr + str(error)
 
 
+def fails(words: tuple, *command: object, code: int = 2) -> None:
+    """The command ends with `code` and `words` on stderr."""
+    found, _, err = call(*command)
+    assert found == code and not [word for word in words if str(word) not in err], err
+
+
+def works(*command: object) -> str:
+    """The command succeeds; returns its stderr."""
+    code, _, err = call(*command)
+    assert code == 0, err
+    return err
+
+
 @torch.no_grad()
-def tiny_policy(folder: Path, dtype: str = "float32", size: float = 0.05) -> Any:
-    """An NVFP4 base of `folder` with a LoRA on all linear layers whose B is not zero."""
-    config = NVFP4Config(compute_dtype=dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), quantization_config=config)
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def make_policy(folder: Path, dtype: str = "float32", size: float = 0.05, base: str = "nvfp4", **lora: Any) -> Any:
+    """A policy on the NVFP4 (or dense) base of `folder` that looks trained: its B and other trained weights moved."""
+    quantization = {"quantization_config": NVFP4Config(compute_dtype=dtype)} if base == "nvfp4" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **quantization)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora})
     torch.manual_seed(0)
-    policy = get_peft_model(model, register_nvfp4_lora(lora))
+    policy = get_peft_model(model, register_nvfp4_lora(config))
     prepare_trainable(policy)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            parameter.add_(torch.randn(parameter.shape) * size)
+        if "lora_B" in name or "modules_to_save" in name or "trainable_tokens" in name:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
     return policy.eval()
 
 
@@ -130,21 +147,20 @@ class TinyRuns:
         model=None,
         peft_config=LORA,
         given=None,
+        trainer_class=QeRLGRPOTrainer,
         **options: Any,
     ) -> QeRLGRPOTrainer:
         """`given`: further arguments of the trainer."""
         defaults: dict[str, Any] = {
-            "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 1,
-            "learning_rate": 1e-3,
-            "logging_steps": 1, "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True,
-            "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
+            "output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
+            "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 2,
+            "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "gradient_checkpointing": False,
+            "learning_rate": 1e-3, "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
         }  # fmt: skip
-        return QeRLGRPOTrainer(
+        return trainer_class(
             model or self.model,
             reward,
-            QeRLConfig(**{**defaults, **options}),
+            trainer_class._config_class(**{**defaults, **options}),
             dataset,
             processing_class=self.tokenizer,
             peft_config=None if options.get("base_format") == "full" else peft_config,
@@ -152,7 +168,7 @@ class TinyRuns:
         )
 
     def command(self, folder: Path, **options: Any) -> QeRLGRPOTrainer:
-        """What the same command does each time: go on where there is something to go on from, train, save."""
+        """The same command each time: resume if there is a checkpoint, train, save."""
         trainer = self.trainer(folder, **options)
         trainer.train(resume_from_checkpoint=trainer.to_resume())
         trainer.save_model()

@@ -1,18 +1,15 @@
-"""The merged policy as GGUF: converted with llama.cpp's own tool, and every tensor of the file compared with the
-merged model's.
+"""The merged policy as GGUF, converted with llama.cpp's own tool; every tensor equals the merged model's.
 
     pip install gguf sentencepiece
     git clone https://github.com/ggml-org/llama.cpp
     python -m tests.peers.gguf llama.cpp/convert_hf_to_gguf.py       # writes docs/gguf.json
 
-The tool is run where it lies; nothing of it is part of this repository. The policy is a tiny Qwen 2 with an adapter
-whose B is not zero, its
-vocabulary a SentencePiece model that is trained here on a few words: the tool knows byte-level vocabularies by their
-fingerprint only.
+The policy is a tiny Qwen 2 with a SentencePiece vocabulary trained here: the tool knows byte-level ones by digest only.
 """
 
 import argparse
 import importlib.metadata
+import io
 import json
 import subprocess
 import sys
@@ -24,27 +21,23 @@ import torch
 from safetensors.torch import load_file
 
 from qerl_trl.publish import export
-from tests.publish.test_export import make_policy
+from tests.faults.tiny_runs import make_policy
 from tests.tiny_models import make_tiny_model
 
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "gguf.json"
 #: GGUF's names of Qwen 2's and Llama's tensors
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_A_BLOCK = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
     "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
 
 
 def name_in_the_model(name: str) -> str:
-    """Of a tensor of a GGUF file: blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight."""
+    """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight."""
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("blk."):
         return f"{_TOP[stem]}.{kind}"
@@ -53,11 +46,7 @@ def name_in_the_model(name: str) -> str:
 
 
 def convert(tool: Path, folder: Path) -> dict[str, Any]:
-    """Merge, convert, compare.
-
-    Raises:
-        `RuntimeError`: the tool failed, or a tensor is missing or another one.
-    """
+    """Merge, convert, compare. Raises `RuntimeError` if the tool fails or a tensor is missing or differs."""
     from gguf import GGUFReader
 
     make_tiny_model("qwen2").save_pretrained(folder / "base")
@@ -75,22 +64,17 @@ def convert(tool: Path, folder: Path) -> dict[str, Any]:
     different = [name for name in merged if name not in found or not torch.equal(found[name], merged[name].float())]
     unlike = [name for name in merged if not torch.allclose(merged[name], before[name].float(), atol=1e-5)]
     if different or unlike or found.keys() - merged.keys():
-        raise RuntimeError(
-            f"Other values: {different}; not the policy's: {unlike}; more: {found.keys() - merged.keys()}"
-        )
+        raise RuntimeError(f"Different: {different}; not the policy's: {unlike}; more: {found.keys() - merged.keys()}")
     return {"architecture": "qwen2", "outtype": "f32", "tensors": len(found), "equal": len(merged)}
 
 
 def _vocabulary(path: Path) -> None:
-    import io
-
     import sentencepiece
 
     made = io.BytesIO()
     words = iter(f"{a} and {b} make {a + b}" for a in range(20) for b in range(20))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=words, model_writer=made, vocab_size=60, model_type="bpe", hard_vocab_limit=False
-    )
+    options = {"vocab_size": 60, "model_type": "bpe", "hard_vocab_limit": False}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=words, model_writer=made, **options)
     path.write_bytes(made.getvalue())
 
 

@@ -3,11 +3,8 @@
     git clone --branch v1.16.0 https://github.com/huggingface/trl
     python -m tests.peers.notebooks trl              # writes docs/notebooks.json; 1 if one does not run
 
-The code is read from the clone where it lies: none is part of this repository. A notebook runs from its first cell to
-the one that saves the
-model, with `diff` applied, and then what no machine without a GPU, a login and a network has is taken out (`SMALLER`,
-`skipped`). Models and data
-are local stand-ins under the names that the notebook says.
+The code is read from the clone. A notebook runs from its first cell to the one that saves the model, with `diff`
+applied and without what needs a GPU, a login or a network (`SMALLER`, `skipped`); models and data are stand-ins.
 """
 
 import argparse
@@ -39,8 +36,7 @@ THREE_LINES = (
 
 @dataclass(frozen=True)
 class Notebook:
-    """`diff`: beyond `THREE_LINES`. `models`: what it loads -> a stand-in of `stand_ins.MODELS`. `after`: its adapter
-    is in this folder."""
+    """`models`: name -> one of `stand_ins.MODELS`. `after`: folder of the adapter. `diff`: beyond `THREE_LINES`."""
 
     models: dict[str, str]
     after: str
@@ -57,10 +53,7 @@ NOTEBOOKS = {
         {"EssentialAI/rnj-1-instruct": "tiny-Qwen2ForCausalLM-2.5"},
         "EssentialAI-rnj-1-instruct-trl-grpo",
         (
-            (
-                "import torch\n\nmodel_name",
-                "import torch\nfrom qerl_trl import NVFP4Config\n\nmodel_name",
-            ),
+            ("import torch\n\nmodel_name", "import torch\nfrom qerl_trl import NVFP4Config\n\nmodel_name"),
             ("quantization_config=BitsAndBytesConfig(", "quantization_config=NVFP4Config("),
             (
                 "\n        load_in_4bit=True,\n        bnb_4bit_use_double_quant=True,\n"
@@ -118,16 +111,14 @@ def skipped(cell: str) -> bool:
 
 
 def program(notebook: Path, entry: Notebook) -> str:
-    """What is executed."""
+    """The executed code."""
     cells = [each for each in json.loads(notebook.read_text())["cells"] if each["cell_type"] == "code"]
     sources = ["".join(each["source"]) for each in cells]
     last = next(i for i, source in enumerate(sources) if "trainer.save_model(" in source)
     code = "\n\n".join(source for source in sources[: last + 1] if not skipped(source))
     for old, new in (*THREE_LINES, *entry.diff):
         if code.count(old) != 1:
-            raise RuntimeError(
-                f"{notebook.name}: {old!r} is there {code.count(old)} times, not once. Another version of TRL?"
-            )
+            raise RuntimeError(f"{notebook.name}: {old!r} is there {code.count(old)} times, not once. Other TRL?")
         code = code.replace(old, new)
     for pattern, new in SMALLER:
         code = re.sub(pattern, new, code)
@@ -142,12 +133,9 @@ def run(name: str, checkout: Path) -> dict[str, object]:
         for model, stand_in in entry.models.items():
             owner, _, short = model.partition("/")
             stand_ins.write_model(stand_ins.snapshot(home, short, owner), stand_in)
-        environment = os.environ | {
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "kernels" / "torch-ext"))),
-        }
+        path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "kernels" / "torch-ext")))
+        environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["PYTHONPATH"] = path
         code = program(checkout / FOLDER / f"{name}.ipynb", entry)
         done = subprocess.run([sys.executable, "-c", code], cwd=home, env=environment, capture_output=True, text=True)
         saved = (home / entry.after / "adapter_model.safetensors").is_file()
@@ -157,10 +145,9 @@ def run(name: str, checkout: Path) -> dict[str, object]:
 
 
 def table(outcomes: dict[str, dict[str, object]]) -> dict[str, object]:
-    """What docs/notebooks.json says of them."""
-    rows = {
-        name: {"diff": [*map(list, (*THREE_LINES, *NOTEBOOKS[name].diff))], **row} for name, row in outcomes.items()
-    }
+    """Content of docs/notebooks.json."""
+    diffs = {name: [*map(list, (*THREE_LINES, *NOTEBOOKS[name].diff))] for name in outcomes}
+    rows = {name: {"diff": diffs[name], **row} for name, row in outcomes.items()}
     return {"notebooks": rows, "left out": LEFT_OUT}
 
 
@@ -174,12 +161,8 @@ def main() -> int:
     print(json.dumps(found, indent=1), "unknown:", sorted(there - NOTEBOOKS.keys() - LEFT_OUT.keys()))
     versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers", "peft")}
     versions["notebooks of trl"] = (checkout / "VERSION").read_text().strip()
-    result = {
-        "command": "python -m tests.peers.notebooks CHECKOUT_OF_TRL",
-        "commit": of,
-        "versions": versions,
-        **table(found),
-    }
+    command = "python -m tests.peers.notebooks CHECKOUT_OF_TRL"
+    result = {"command": command, "commit": of, "versions": versions, **table(found)}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     return any(row["outcome"] != "passed" for row in found.values())
 

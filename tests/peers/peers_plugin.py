@@ -1,7 +1,6 @@
-"""Loaded into pytest beside TRL's own tests (`-p peers_plugin`): puts our trainer and configuration in the place of
-TRL's, and writes down
-what each test gave. Started by run.py; imports nothing of our tests, because TRL's package of tests is called `tests`
-too.
+"""A plugin for TRL's own tests (`-p peers_plugin`): our trainer and configuration in place of TRL's, outcomes recorded.
+
+Started by run.py; imports nothing of our tests, because TRL's package of tests is called `tests` too.
 
     QERL_PEERS_ARM      stock (TRL's own), full, nvfp4
     QERL_PEERS_RESULT   JSON lines to write: test, outcome, message
@@ -27,8 +26,7 @@ assert not Path(trl.__file__).is_relative_to(Path.cwd()), f"{trl.__file__} is th
 
 _ARM = os.environ["QERL_PEERS_ARM"]
 _RESULT = Path(os.environ["QERL_PEERS_RESULT"])
-#: the latest trainer of the test with what it was about to train, and whether a frozen weight was left out of what the
-#: test asks
+#: the latest trainer of the test, and whether a frozen weight was exempt from the test's question
 _latest: dict = {}
 
 _PROMPTS = {"train": ["What is red?", "What comes after one?", "Say north."], "test": ["What is blue?", "Say south."]}
@@ -53,7 +51,7 @@ _EPOCHS = 1
 
 
 def _known(made: type, of: type) -> type:
-    """`made` under the name of what it stands for, where pickle finds it."""
+    """`made` under the name of `of`, where pickle finds it."""
     made.__name__ = made.__qualname__ = of.__name__
     globals()[of.__name__] = made
     return made
@@ -75,17 +73,15 @@ for _absent in ("is_joblib_available",):  # asked by helpers of a checkout that 
 
 
 def _in_place_of(trainer: type, config: type) -> tuple[type, type]:
-    chosen = "full" if _ARM == "full" else "nvfp4"
+    chosen, dense = ("full", None) if _ARM == "full" else ("nvfp4", ["experts"])
 
     @dataclass(repr=False)
     class Config(config):
         base_format: str = chosen
         aqn: bool = False
         num_train_epochs: float = _EPOCHS
-        # as the error of a mixture of experts advises; a model without experts is the same
-        modules_to_not_convert: list[str] | None = field(
-            default_factory=lambda: ["experts"] if chosen == "nvfp4" else None
-        )
+        # as the error of a mixture of experts advises
+        modules_to_not_convert: list[str] | None = field(default_factory=lambda: dense)
 
     class Trainer(trainer):
         _config_class = Config
@@ -129,12 +125,9 @@ def _may_stand_still(weight: torch.Tensor) -> bool:
 def _still() -> list[str]:
     """What was to be trained and has not moved."""
     trainer = _latest["trainer"]
-    now = dict(trainer.model.named_parameters())
-    return [
-        name
-        for name, before in trainer.about_to_train.items()
-        if torch.equal(before, now[name].to(before.device)) and not _moves_later(trainer, name)
-    ]
+    now, before = dict(trainer.model.named_parameters()), trainer.about_to_train.items()
+    same = [name for name, value in before if torch.equal(value, now[name].to(value.device))]
+    return [name for name in same if not _moves_later(trainer, name)]
 
 
 class _Torch:

@@ -1,17 +1,13 @@
-"""TRL's own tests of GRPO and RLOO, with our trainers in the place of TRL's, beside the same tests of the installed
-TRL itself.
+"""TRL's own tests of GRPO and RLOO with our trainers, compared with the same tests of the installed TRL.
 
     git clone --branch v1.16.0 https://github.com/huggingface/trl
-    python -m tests.peers.run trl                      # writes docs/peers.json; 1 if a difference is not in the list
-    below
+    python -m tests.peers.run trl                # writes docs/peers.json; 1 if a difference is not in the list below
     python -m tests.peers.run trl -k "reward" --arms stock full --no-write
 
-No model and no data come from the Hub (stand_ins.py), runs are one epoch of three prompts, and TRL's files are run
-where they lie: none is
-part of this repository. Arms:
+Models and data are local (stand_ins.py), runs are one epoch of three prompts, TRL's files are run in the clone. Arms:
 
     stock   TRL's trainers
-    full    ours, base_format="full" (where a test brings an adapter: "bf16"), no noise: has to give what stock gives
+    full    ours, base_format="full" (with an adapter: "bf16"), no noise: the same outcomes as stock
     nvfp4   ours, base_format="nvfp4", modules_to_not_convert=["experts"], no noise
 """
 
@@ -31,34 +27,28 @@ ROOT = HERE.parents[1]
 RESULT = ROOT / "docs" / "peers.json"
 ARMS = ("stock", "full", "nvfp4")
 FILES = ("tests/test_grpo_trainer.py", "tests/test_rloo_trainer.py")
-#: in place of "passed" where TRL's test wants every weight changed: of ours it is asked of those that are trained
-#: (peers_plugin.py)
+#: instead of "passed" if TRL's test wants every weight changed: ours changes the trained ones (peers_plugin.py)
 ASKED_OF_THE_ADAPTER = "passed, asked of the adapter"
 
-#: why a test may give another result than in stock: (arms, what its message has to match, in words)
-DIFFERENCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+#: accepted differences from stock: (message of the test, reason), all of the arm nvfp4
+DIFFERENCES: tuple[tuple[str, str], ...] = (
     (
-        ("nvfp4",),
         r"the frozen base has not changed, all that is trained has",
         "the test asks whether every weight has changed: the base is frozen, and all of the adapter has",
     ),
     (
-        ("nvfp4",),
         r"'PeftModelForCausalLM' == 'RemoteForCausalLM'",
         "the test asks for the model's class: it is inside the adapter's",
     ),
     (
-        ("nvfp4",),
         r"base_format='nvfp4', but the \w+ passed has no NVFP4 layer",
         "the test passes a dense model: refused, with three ways to get a quantized one",
     ),
     (
-        ("nvfp4",),
         r"You passed `sync_ref_model=True` while using a PEFT model",
         "a reference model that follows the policy: TRL refuses it with an adapter",
     ),
     (
-        ("nvfp4",),
         r"cast_lm_head_to_fp32=True with an adapter",
         "a head in float32 that is tied to the embeddings: refused with an adapter, where TRL ends with an "
         "AttributeError",
@@ -69,24 +59,19 @@ BETTER = "passes here and fails in stock, which without Liger kernels takes what
 
 
 def explain(arm: str, message: str) -> str | None:
-    """In words, if the list has it."""
+    """The reason of a difference, if the list has it."""
     if not message:
         return BETTER
-    return next((words for arms, pattern, words in DIFFERENCES if arm in arms and re.search(pattern, message)), None)
+    return next((words for pattern, words in DIFFERENCES if arm == "nvfp4" and re.search(pattern, message)), None)
 
 
 def compare(rows: dict[str, dict[str, dict]]) -> dict[str, dict]:
-    """{test: {arm: {"outcome", "message"}}} -> {test: {arm: outcome, "why": {arm: in words, or None where the list has
-    nothing}}}"""
+    """{test: {arm: {"outcome", "message"}}} -> {test: {arm: outcome, "why": {arm: reason, or None if unknown}}}"""
     found = {}
     for test, by_arm in rows.items():
-        stock = by_arm["stock"]["outcome"]
         outcomes = {arm: row["outcome"] for arm, row in by_arm.items()}
-        why = {
-            arm: explain(arm, row["message"])
-            for arm, row in by_arm.items()
-            if row["outcome"] != stock and arm != "stock"
-        }
+        differ = [arm for arm, outcome in outcomes.items() if outcome != outcomes["stock"]]
+        why = {arm: explain(arm, by_arm[arm]["message"]) for arm in differ}
         messages = {arm: by_arm[arm]["message"] for arm, words in why.items() if words is None}
         found[test] = {**outcomes, **({"why": why} if why else {}), **({"messages": messages} if messages else {})}
     return found
@@ -124,7 +109,7 @@ def run_arm(arm: str, checkout: Path, home: Path, folder: Path, options: list[st
 
 
 def record(results: dict[str, dict[str, dict]], checkout: Path, of: str) -> dict:
-    """What docs/peers.json holds. `results`: {arm: {test: row}}; `of`: the commit that ran."""
+    """Content of docs/peers.json. `results`: {arm: {test: row}}; `of`: the commit that ran."""
     every = [test for test in results["stock"] if all(test in rows for rows in results.values())]
     tests = compare({test: {arm: rows[test] for arm, rows in results.items()} for test in every})
     versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers", "peft")}

@@ -1,10 +1,7 @@
-"""Local stand-ins for the tiny models and data sets that TRL's tests name, in a Hub cache of their own: no name is
-redirected.
+"""Local stand-ins for the tiny models and data sets of TRL's tests, in a Hub cache of their own.
 
-Sizes differ from TRL's where NVFP4 needs it (its models are 8 wide, a block is 16), and the vocabulary is small. Some
-of TRL's tests write out
-what is generated as ids of Qwen's vocabulary (tool calls, mostly): `small_id` gives the id that means the same text
-here.
+NVFP4 needs wider models than TRL's (8, a block is 16), and the vocabulary is small: `small_id` translates the ids of
+Qwen's vocabulary in TRL's tests (tool calls, mostly) to ids of the same text here.
 """
 
 import json
@@ -24,50 +21,24 @@ _OWNER = "trl-internal-testing"
 VOCABULARY = 2048
 _QWENS = 151936
 _SPECIAL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
-_MARKERS = {
-    "<tool_call>": 14,
-    "</tool_call>": 15,
-    "<tool_response>": 22,
-    "</tool_response>": 23,
-    "<think>": 24,
-    "</think>": 25,
-}
+_MARKERS = {"<tool_call>": 14, "</tool_call>": 15, "<tool_response>": 22, "</tool_response>": 23}
+_MARKERS |= {"<think>": 24, "</think>": 25}
 #: where the special tokens are, from the end of the vocabulary
 _FIRST_SPECIAL = 151643 - _QWENS
 #: text of the ids in the tool calls of TRL's tests; single characters have GPT-2's ids
 _PIECES = {
-    330: ' "', 411: "out", 450: "dec", 497: '",', 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t", 1318:
-    "text", 1414: " know",
-    1513: " don", 2765: " won", 4913: '{"', 5212: ' {"', 5392: " tool", 6023: "hi", 7692: "async", 9520: "step",
-    11248: "}}\n",
-    13477: "rement", 16252: " increment", 16370: "arguments", 17453: "Done", 22785: "ly_tool", 35744: "increment",
-    64648: "multip",
-    93054: "_multip", 95642: '"}}\n',
+    330: ' "', 411: "out", 450: "dec", 497: '",', 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t",
+    1318: "text", 1414: " know", 1513: " don", 2765: " won", 4913: '{"', 5212: ' {"', 5392: " tool", 6023: "hi",
+    7692: "async", 9520: "step", 11248: "}}\n", 13477: "rement", 16252: " increment", 16370: "arguments",
+    17453: "Done", 22785: "ly_tool", 35744: "increment", 64648: "multip", 93054: "_multip", 95642: '"}}\n',
 }  # fmt: skip
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-}
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-_MAMBA = {
-    "layers_block_type": ["mamba", "attention", "moe"],
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 4,
-    "mamba_n_groups": 1,
-    "ssm_state_size": 16,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "use_mamba_kernels": False,
-}
+_MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2}
+_MAMBA |= {"layers_block_type": ["mamba", "attention", "moe"], "ssm_state_size": 16, "use_mamba_kernels": False}
+_MAMBA |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MAMBA |= {"moe_shared_expert_intermediate_size": 32}
 _GLM = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
 _GLM |= {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 #: name -> (model type, settings beyond the common ones, TRL's chat template, number of labels of a classifier)

@@ -1,216 +1,139 @@
-"""Checkpoints and configurations as ModelOpt and llm-compressor write them: read to the bit, or refused at the start
-with a true reason.
+"""Checkpoints as ModelOpt and llm-compressor write them: read to the bit, or refused with the reason.
 
-The bytes come from compressed-tensors' own compressor (`write_packed_checkpoint`) or from `quantize`; what the tools
-add to them (activation and
-KV cache scales, dense attention) and the configurations are in their on-disk form.
+The bytes come from compressed-tensors' own compressor (`write_packed_checkpoint`) or from `quantize`; scales of
+activations and of the KV cache, dense attention and configurations are in the tools' on-disk form.
 """
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from qerl_trl.nvfp4.checkpoints import parse_quantization_config
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.format import dequantize, quantize
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from tests.architectures import TEXT, TINY_TEXT, config_of
+from tests.architectures import TEXT, TINY_TEXT
 from tests.tiny_models import make_tiny_model
+
+State = dict[str, torch.Tensor]
+
+
+def packed(weight: torch.Tensor, name: str) -> State:
+    """A weight as ModelOpt stores it in NVFP4."""
+    made = quantize(weight)
+    scales = {"weight_scale": made.block_scale.view(torch.float8_e4m3fn), "input_scale": torch.tensor(0.01)}
+    scales |= {"weight": made.packed, "weight_scale_2": 1 / made.global_scale.reshape(())}
+    return {f"{name}.{part}": tensor for part, tensor in scales.items()}
+
+
+def in_fp8(weight: torch.Tensor, name: str, largest: float = 400.0) -> State:
+    """A weight as ModelOpt stores it in FP8, with one scale."""
+    scale = weight.float().abs().max() / largest
+    return {f"{name}.weight_scale": scale, f"{name}.weight": (weight.float() / scale).to(torch.float8_e4m3fn)}
+
+
+def weight_on_disk(state: State, name: str) -> torch.Tensor:
+    """(N, K) in bf16, by the formula of `format.py` from the bytes on disk."""
+    if f"{name}.weight_scale_2" in state:
+        stored, global_scale = state[f"{name}.weight"], 1.0 / state[f"{name}.weight_scale_2"]
+    elif f"{name}.weight_packed" in state:
+        stored, global_scale = state[f"{name}.weight_packed"], state[f"{name}.weight_global_scale"]
+    elif state[f"{name}.weight"].dtype == torch.float8_e4m3fn:
+        return (state[f"{name}.weight"].double() * state[f"{name}.weight_scale"].double()).bfloat16()
+    else:
+        return state[f"{name}.weight"]
+    return dequantize(stored, state[f"{name}.weight_scale"], global_scale, torch.bfloat16)
+
+
+# --- models with a tower ---
 
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14, "num_hidden_layers": 1}
 _QWEN_TOWER = _TOWER | {"depth": 1, "num_heads": 2, "out_hidden_size": 256, "num_position_embeddings": 16}
-#: model_type of a wrapper -> (text, tower)
-WRAPPERS = {
-    "gemma4": (
-        TEXT["gemma4_text"] | {"hidden_size_per_layer_input": 0},
-        _TOWER | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
-    ),
-    "qwen3_5": (TEXT["qwen3_5_text"], _QWEN_TOWER),
-}
+_GEMMA_TOWER = _TOWER | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 _LAYER = "model.language_model.layers"
 _ATTENTION = [f"{_LAYER}.0.linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")]
 _ATTENTION += [f"{_LAYER}.1.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 _MLP = [f"{_LAYER}.{layer}.mlp.{name}" for layer in (0, 1) for name in ("gate_proj", "up_proj", "down_proj")]
-_LEFT_OUT = [
-    "lm_head",
-    "model.embed_vision*",
-    f"{_LAYER}.0.self_attn*",
-    f"{_LAYER}.1.self_attn*",
-    "model.vision_tower*",
-]
-_FLOAT = {"type": "float", "symmetric": True}
+_LEFT_OUT = ["model.embed_vision*", f"{_LAYER}.0.self_attn*", f"{_LAYER}.1.self_attn*", "model.vision_tower*"]
 
 
-def modelopt(algorithm: str, groups: list[dict], **more: Any) -> dict[str, Any]:
-    config_groups = {f"group_{number}": group for number, group in enumerate(groups)}
-    return {"quant_method": "modelopt", "quant_algo": algorithm, "config_groups": config_groups, **more}
+def nvfp4(*ignore: str) -> dict:
+    """ModelOpt's configuration with attention left out."""
+    weights = {"num_bits": 4, "type": "float", "group_size": 16}
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    ignored = [*ignore, *_LEFT_OUT]
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": groups, "ignore": ignored}
 
 
-def mixed(eight: list[str], four: list[str]) -> dict[str, Any]:
-    """ModelOpt's mixed precision: layers in FP8, and layers in NVFP4."""
-    layers = {name: {"quant_algo": "FP8"} for name in eight}
+def mixed(four: list[str]) -> dict:
+    """ModelOpt's mixed precision: attention in FP8, `four` in NVFP4."""
+    layers = {name: {"quant_algo": "FP8"} for name in _ATTENTION}
     layers |= {name: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in four}
     weights = {"dynamic": False, "type": "float"}
-    groups = [
-        {"weights": weights | {"num_bits": 8}, "targets": eight},
-        {"weights": weights | {"num_bits": 4, "group_size": 16}, "targets": four},
-    ]
-    return modelopt("MIXED_PRECISION", groups, quantized_layers=layers, ignore=["mtp*"])
+    groups = {"group_0": {"weights": weights | {"num_bits": 8}, "targets": _ATTENTION}}
+    groups |= {"group_1": {"weights": weights | {"num_bits": 4, "group_size": 16}, "targets": four}}
+    method = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    return {**method, "config_groups": groups, "quantized_layers": layers, "ignore": ["mtp*"]}
 
 
-#: name -> (model_type, file, quantization config)
-FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "attention left out": (
-        "gemma4",
-        "config.json",
-        modelopt(
-            "NVFP4",
-            [{"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}],
-            ignore=_LEFT_OUT,
-        ),
-    ),
-    "mixed": ("qwen3_5", "config.json", mixed(_ATTENTION, _MLP)),
-    "mixed, packed head": ("qwen3_5", "config.json", mixed(_ATTENTION, [*_MLP, "lm_head"])),
-    "packed experts": (
-        "qwen3_moe",
-        "hf_quant_config.json",
-        {
-            "producer": {"name": "modelopt", "version": "0"},
-            "quantization": {
-                "quant_algo": "NVFP4",
-                "group_size": 16,
-                "exclude_modules": ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"],
-            },
-        },
-    ),
+WITH_HEAD = [*_MLP, "lm_head"]
+#: name -> (model_type, layers in FP8, layers in NVFP4, quantization config)
+FORMS: dict[str, tuple[str, list[str], list[str], dict]] = {
+    "attention left out": ("gemma4", [], _MLP, nvfp4("lm_head")),
+    "mixed": ("qwen3_5", _ATTENTION, _MLP, mixed(_MLP)),
+    "mixed, packed head": ("qwen3_5", _ATTENTION, WITH_HEAD, mixed(WITH_HEAD)),
+    "packed head that is not named": ("gemma4", [], WITH_HEAD, nvfp4()),
 }
-TWO_FORMATS = {
-    "quant_method": "compressed-tensors",
-    "format": "mixed-precision",
-    "config_groups": {
-        "group_0": {"format": "float-quantized", "targets": ["re:.*attn.*"], "weights": _FLOAT | {"num_bits": 8}},
-        "group_1": {
-            "format": "nvfp4-pack-quantized",
-            "targets": ["re:.*ffn.*"],
-            "weights": _FLOAT | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
-        },
-    },
-    "ignore": [],
-}
-HEAD = (
-    "the output head 'lm_head' is NVFP4; log-probabilities need it dense|'lm_head' has quant_algo=.* with a dense head"
-)
-REFUSED = {
-    "mixed, packed head": HEAD,
-    "packed experts": "has experts .*nor reads packed.*Start from the unquantized model",
-}
-READ = ["attention left out", "mixed"]
 
 
-def algorithm(quantization: dict[str, Any], name: str) -> str | None:
-    """What the configuration says of a linear layer, read here by the words of ModelOpt's own documentation, not by
-    this package."""
-    if "quantized_layers" in quantization:
-        return quantization["quantized_layers"].get(name, {}).get("quant_algo")
-    inner = quantization.get("quantization", quantization)
-    ignored = inner.get("ignore") or inner.get("exclude_modules")
-    left_out = any(name == entry or (entry.endswith("*") and name.startswith(entry[:-1])) for entry in ignored)
-    return None if left_out else inner["quant_algo"]
-
-
-def write(folder: Path, model_type: str, file: str, quantization: dict[str, Any]) -> dict[str, torch.Tensor]:
+def write(folder: Path, model_type: str, eight: list[str], four: list[str], quantization: dict) -> State:
     """A tiny model of that architecture, stored as the configuration says; returns the tensors."""
-    if model_type in WRAPPERS:
-        text, tower = WRAPPERS[model_type]
-        config = CONFIG_MAPPING[model_type](text_config=TINY_TEXT | text, vision_config=tower, dtype="bfloat16")
-        cls = AutoModelForImageTextToText
-    else:
-        config, cls = config_of(model_type), AutoModelForCausalLM
+    text, tower = TEXT["qwen3_5_text"], _QWEN_TOWER
+    if model_type == "gemma4":
+        text, tower = TEXT["gemma4_text"] | {"hidden_size_per_layer_input": 0}, _GEMMA_TOWER
+    config = CONFIG_MAPPING[model_type](text_config=TINY_TEXT | text, vision_config=tower, dtype="bfloat16")
     torch.manual_seed(0)
-    cls.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
-    for key in [key for key in state if key.endswith(".weight") and state[key].ndim == 2 and "embed" not in key]:
-        name, weight = key.removesuffix(".weight"), state[key]
-        kind = algorithm(quantization, name)
-        if kind == "FP8":
-            state[f"{name}.weight_scale"] = scale = weight.float().abs().max() / 400
-            state[key] = (weight.float() / scale).to(torch.float8_e4m3fn)
-        elif kind and not weight.shape[1] % 16:
-            packed = quantize(weight)
-            state[key] = packed.packed
-            state[f"{name}.weight_scale"] = packed.block_scale.view(torch.float8_e4m3fn)
-            state[f"{name}.weight_scale_2"] = 1 / packed.global_scale.reshape(())
-            state[f"{name}.input_scale"] = torch.tensor(0.01)
+    for name in four:
+        state |= packed(state.get(f"{name}.weight", torch.randn(320, 128, dtype=torch.bfloat16)), name)
+    for name in eight:
+        state |= in_fp8(state[f"{name}.weight"], name)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    if file == "config.json":
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    else:
-        (folder / file).write_text(json.dumps(quantization))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
     return state
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", ["attention left out", "mixed"])
 def test_every_weight_is_that_of_the_file(name, tmp_path):
     state = write(tmp_path, *FORMS[name])
     model = from_pretrained(tmp_path, model_class=AutoModelForImageTextToText)
-    packed = [linear for linear, module in model.named_modules() if isinstance(module, NVFP4Linear)]
-    assert packed and all(".mlp." in linear and ".language_model." in linear for linear in packed)
-    assert len(packed) == 6  # both layers' MLPs: attention is dense in one, FP8 in the other
-    for linear, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, NVFP4Linear)):
-            continue
-        stored, scale = state.get(f"{linear}.weight"), state.get(f"{linear}.weight_scale")
-        if stored is None:
-            assert linear == "lm_head" and model.config.get_text_config().tie_word_embeddings
-        elif isinstance(module, NVFP4Linear):
-            expected = dequantize(stored, scale, 1 / state[f"{linear}.weight_scale_2"], torch.bfloat16)
-            assert torch.equal(module.weight.detach() + 0, expected), linear
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, NVFP4Linear))}
+    assert {name for name, module in linears.items() if isinstance(module, NVFP4Linear)} == set(_MLP)
+    for linear, module in linears.items():
+        if f"{linear}.weight" in state:
+            assert torch.equal(module.weight.detach() + 0, weight_on_disk(state, linear)), linear
         else:
-            eight = stored.dtype == torch.float8_e4m3fn
-            assert eight == (algorithm(FORMS[name][2], linear) == "FP8")
-            expected = (stored.double() * scale.double()).bfloat16() if eight else stored
-            assert torch.equal(module.weight.detach(), expected), linear
+            assert linear == "lm_head" and model.config.get_text_config().tie_word_embeddings
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_with_the_true_reason(name, tmp_path):
+@pytest.mark.parametrize("name", ["mixed, packed head", "packed head that is not named"])
+def test_a_packed_head_is_refused_with_the_reason(name, tmp_path):
     write(tmp_path, *FORMS[name])
-    auto = AutoModelForImageTextToText if FORMS[name][0] in WRAPPERS else AutoModelForCausalLM
-    with pytest.raises(ValueError, match=REFUSED[name]):
-        from_pretrained(tmp_path, model_class=auto)
-
-
-def test_groups_of_two_formats_are_refused():
-    with pytest.raises(ValueError, match=r"'group_0' has format='float-quantized'.*in all groups"):
-        parse_quantization_config(TWO_FORMATS, "config.json")
-
-
-def test_a_packed_head_that_is_not_named_is_refused_too(tmp_path):
-    """As in exports whose exclude list has the head that was packed all the same."""
-    model_type, file, quantization = FORMS["attention left out"]
-    ignore = [name for name in quantization["ignore"] if name != "lm_head"]
-    write(tmp_path, model_type, file, quantization | {"ignore": ignore})
-    state = load_file(tmp_path / "model.safetensors")
-    head = quantize(torch.randn(320, 128, dtype=torch.bfloat16))
-    state |= {"lm_head.weight": head.packed, "lm_head.weight_scale": head.block_scale.view(torch.float8_e4m3fn)}
-    state["lm_head.weight_scale_2"] = 1 / head.global_scale.reshape(())
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=HEAD):
+    reason = "head 'lm_head' is NVFP4; log-probabilities need it dense|'lm_head' has quant_algo=.* with a dense head"
+    with pytest.raises(ValueError, match=reason):
         from_pretrained(tmp_path, model_class=AutoModelForImageTextToText)
 
 
 # --- checkpoints of a plain model ---
 
-State = dict[str, torch.Tensor]
 _LINEARS = [name for name, module in make_tiny_model("qwen2").named_modules() if isinstance(module, torch.nn.Linear)]
 LINEARS = [name for name in _LINEARS if name != "lm_head"]
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -264,13 +187,11 @@ def attention_in_fp8(state: State, quantization: dict) -> None:
         layers[name] = {"quant_algo": "NVFP4", "group_size": 16}
         if "self_attn" in name:
             layers[name] = {"quant_algo": "FP8"}
-            weight = make_tiny_model("qwen2").get_submodule(name).weight.detach().float()
             del state[f"{name}.weight_scale_2"]
-            state[f"{name}.weight_scale"] = scale = weight.abs().max() / (400 + number)
-            state[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+            state |= in_fp8(make_tiny_model("qwen2").get_submodule(name).weight.detach(), name, 400 + number)
 
 
-#: what the tool calls it -> (layout, what differs from the plain form)
+#: the tool's name of the form -> (layout, change of the plain form)
 CHECKPOINTS: dict[str, tuple[str, Callable[[State, dict], None]]] = {
     "llm-compressor NVFP4A16": ("compressed-tensors", nothing),
     "llm-compressor NVFP4": ("compressed-tensors", four_bit_activations),
@@ -294,21 +215,7 @@ def written(folder: Path, source: Path, change: Callable[[State, dict], None]) -
     return state
 
 
-def weight_on_disk(state: State, name: str) -> torch.Tensor:
-    """(N, K) in bf16, by the formula of `format.py` from the bytes on disk."""
-    if f"{name}.weight_scale_2" in state:
-        global_scale = 1.0 / state[f"{name}.weight_scale_2"]
-        packed = state[f"{name}.weight"]
-    elif f"{name}.weight_packed" in state:
-        packed, global_scale = state[f"{name}.weight_packed"], state[f"{name}.weight_global_scale"]
-    elif state[f"{name}.weight"].dtype == torch.float8_e4m3fn:
-        return (state[f"{name}.weight"].double() * state[f"{name}.weight_scale"].double()).bfloat16()
-    else:
-        return state[f"{name}.weight"]
-    return dequantize(packed, state[f"{name}.weight_scale"], global_scale, torch.bfloat16)
-
-
-#: those of which an adapter is trained too
+#: trained with an adapter too
 TRAINED = ("llm-compressor NVFP4", "ModelOpt MIXED_PRECISION, NVFP4 and FP8")
 
 
@@ -332,13 +239,11 @@ def test_a_checkpoint_of_the_tools_is_read_to_the_bit_and_trained_on(name, packe
         assert sum("lora_B" in key for key in moved) == len(LINEARS) and all("lora_" in key for key in moved)
 
 
+NAN = torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)
 FAULTS = {
     "another algorithm": (lambda s, q, n: q["quantized_layers"][n].update(quant_algo="W4A8_AWQ"), "W4A8_AWQ"),
     "no scale": (lambda s, q, n: s.pop(f"{n}.weight_scale"), r"q_proj.weight_scale' is missing"),
-    "NaN": (
-        lambda s, q, n: s.update({f"{n}.weight": torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)}),
-        "q_proj.weight' has 16384 of 16384 values that are NaN",
-    ),
+    "NaN": (lambda s, q, n: s.update({f"{n}.weight": NAN}), "q_proj.weight' has 16384 of 16384 values that are NaN"),
     "FP8 and not said": (lambda s, q, n: q["quantized_layers"].pop(n), "says that this module is not quantized"),
 }
 

@@ -1,5 +1,4 @@
-"""What the page says of GGUF is what was measured; where llama.cpp's tool is at hand (`QERL_GGUF_TOOL`), a merge is
-converted."""
+"""The page's figures of GGUF are the measured ones; with llama.cpp's tool (`QERL_GGUF_TOOL`) a merge is converted."""
 
 import json
 import os

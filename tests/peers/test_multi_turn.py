@@ -1,7 +1,4 @@
-"""Tools, environments and rollout functions of TRL with noise on: what TRL's own tests do with a generation that is
-made up, here under
-the noise of a real one.
-"""
+"""TRL's tools, environments and rollout functions with noise: scripted texts, generated under real noise."""
 
 import functools
 from unittest.mock import patch
@@ -33,12 +30,10 @@ def make(model_folder, tmp_path, monkeypatch):
 
     def build(reward=spread_of_texts, data=PROMPTS, rows=2, options=None, **kwargs):
         args = QeRLConfig(**{
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": rows,
-            "num_generations": 2,
-            "max_completion_length": 400, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2,
-            "shuffle_dataset": False,
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
+            "per_device_train_batch_size": rows, "num_generations": 2, "max_completion_length": 400, "max_steps": 2,
+            "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "gradient_checkpointing": False,
+            "disable_tqdm": True, "aqn_num_stages": 2, "shuffle_dataset": False,
             "model_init_kwargs": {"dtype": "float32"}, **(options or {}),
         })  # fmt: skip
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -60,8 +55,7 @@ def call(name: str, arguments: str) -> str:
 
 
 class Scripted:
-    """In the place of `generate`: the model generates, under the noise of this moment, and says what is in the
-    script."""
+    """In place of `generate`: the model generates under the current noise, and the script's text is returned."""
 
     def __init__(self, trainer, *turns: list[str]):
         self.trainer, self.turns, self.draws = trainer, turns, []
@@ -73,7 +67,7 @@ class Scripted:
         self.draws.append((self.trainer.state.global_step, self.trainer.aqn.draw))
         texts = self.turns[self.turn % len(self.turns)]
         self.turn += 1
-        assert len(texts) == len(input_ids), "not the turn that was expected"
+        assert len(texts) == len(input_ids), "another turn"
         tokenizer = self.trainer.processing_class
         rows = [tokenizer(text + "<|im_end|>").input_ids for text in texts]
         longest = max(map(len, rows))
@@ -81,7 +75,7 @@ class Scripted:
         return torch.cat([input_ids, torch.tensor(padded)], dim=1)
 
     def check(self):
-        """One draw of noise per rollout, however many turns it has; the second step's has a sigma."""
+        """One draw of noise per rollout of any number of turns; the second step's has a sigma."""
         assert len(self.draws) == 2 * len(self.turns)
         for step in (0, 1):
             assert len({draw for at, draw in self.draws if at == step}) == 1
@@ -94,23 +88,16 @@ def run(trainer, *turns):
         trainer.train()
     scripted.check()
     assert logged(trainer, "aqn/sigma_effective")[1] == pytest.approx(0.01, rel=0.25)
-    assert (
-        logged(trainer, "rollout/mismatch_kl")[0] > 0
-    )  # of the noisy step, whose completions the model would hardly say
-    changed = [not torch.equal(value, before[name]) for name, value in adapter_of(trainer).items()]
-    assert any(changed)
+    assert logged(trainer, "rollout/mismatch_kl")[0] > 0  # the script's text is unlikely
+    assert any(not torch.equal(value, before[name]) for name, value in adapter_of(trainer).items())
 
 
 def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
+    """Multiplies two integers.
 
     Args:
         a: The first integer.
         b: The second integer.
-
-    Returns:
-        Their product.
     """
     return a * b
 
@@ -143,14 +130,10 @@ class Counter:
         self.count = 0
 
     def increment(self, step: int) -> int:
-        """
-        Counts on.
+        """Counts.
 
         Args:
             step: by how much.
-
-        Returns:
-            The count.
         """
         self.count += step
         return self.count
@@ -176,11 +159,8 @@ def from_the_model(prompts, trainer):
 
 
 def from_elsewhere(prompts, trainer):
-    return {
-        "prompt_ids": [[5, 6]] * len(prompts),
-        "completion_ids": [[7, 8]] * len(prompts),
-        "logprobs": [[-7.0] * 2] * len(prompts),
-    }
+    rows = {"prompt_ids": [5, 6], "completion_ids": [7, 8], "logprobs": [-7.0] * 2}
+    return {name: [row] * len(prompts) for name, row in rows.items()}
 
 
 def test_a_rollout_function_that_samples_from_the_model_meets_the_noise(make):
@@ -197,18 +177,14 @@ def test_a_rollout_function_that_samples_from_the_model_meets_the_noise(make):
     assert logged(trainer, "aqn/sigma_effective")[1] == pytest.approx(0.01, rel=0.25)
 
 
-def test_a_rollout_function_that_asks_elsewhere_ends_the_run_before_its_first_update(make):
+def test_completions_from_elsewhere_end_a_noisy_run_before_its_first_update(make):
     trainer = make(rollout_func=from_elsewhere)
     before = adapter_of(trainer)
-    with pytest.raises(
-        RuntimeError, match=r"Noise is to come .* none of them ran .*Sample from trainer\.model.*aqn=False"
-    ):
+    words = r"Noise is to come .* none of them ran .*Sample from trainer\.model.*aqn=False"
+    with pytest.raises(RuntimeError, match=words):
         trainer.train()
     assert trainer.state.global_step == 0
     assert all(torch.equal(value, before[name]) for name, value in adapter_of(trainer).items())
-
-
-def test_without_noise_completions_may_come_from_anywhere(make):
     trainer = make(rollout_func=from_elsewhere, options={"aqn": False})
     trainer.train()
     assert trainer.state.global_step == 2

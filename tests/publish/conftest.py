@@ -1,4 +1,4 @@
-"""What several files here take: a model with code of its own."""
+"""A model with code of its own."""
 
 import shutil
 import sys
@@ -13,7 +13,7 @@ CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "mo
 
 @pytest.fixture
 def own_code(tiny_model_dir, tmp_path, monkeypatch):
-    """A folder with a model whose code lies beside it."""
+    """A folder with a model with code of its own in the folder."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", sys.path[:])
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:

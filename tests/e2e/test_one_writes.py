@@ -1,6 +1,6 @@
-"""Of two processes only the first one writes and publishes: checkpoints, the final adapter, exports, `results.json`, the card, the Hub.
+"""Of two processes only the first writes and publishes: checkpoints, adapter, exports, `results.json`, card, Hub.
 
-Each process has a working directory of its own here, and paths that begin there, so what a process writes lies where nobody else does.
+Each process has a working directory of its own with relative paths, so that a file's place names its writer.
 """
 
 import json
@@ -16,25 +16,25 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.publish import hub
 from qerl_trl.tasks.run import train_and_measure
 from qerl_trl.tasks.script import Script
-from tests.publish.test_hub import REPO, no_token_anywhere  # noqa: F401  (a fixture)
+from tests.hub_server import REPO
 from tests.ranks import on_ranks
-from tests.test_many_ranks import SETTINGS
 from tests.test_sharded import FSDP, as_accelerators
 
-RUN = SETTINGS | {
-    "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3, "eval_batch_size": 1,
-    "max_completion_length": 24,
-    "push_to_hub": True, "hub_model_id": REPO, "hub_base_model": "someone/base", "hub_strategy": "end",
+RUN = {
+    "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3,
+    "eval_batch_size": 1, "generation_batch_size": 16, "updates_per_rollout": 2, "per_device_train_batch_size": 2,
+    "num_generations": 4, "max_completion_length": 24, "disable_tqdm": True, "push_to_hub": True,
+    "hub_model_id": REPO, "hub_base_model": "someone/base", "hub_strategy": "end",
 }  # fmt: skip
 
 
 def as_if_shared(trainer: QeRLGRPOTrainer, first: Path) -> None:
-    """The random state of this process is in the first one's checkpoint too, which a run needs; everything else stays apart."""
+    """Copy this process's RNG state, needed for a resume, to the first one's checkpoint."""
     save = trainer._save_rng_state
 
     def both(path: str) -> None:
         save(path)
-        (first / path).mkdir(parents=True, exist_ok=True)  # whichever comes first, as Trainer does
+        (first / path).mkdir(parents=True, exist_ok=True)
         for file in Path(path).glob("rng_state_*"):
             shutil.copy(file, first / path)
 
@@ -44,7 +44,7 @@ def as_if_shared(trainer: QeRLGRPOTrainer, first: Path) -> None:
 def measured(rank: int, folder: Path, sharded: bool) -> dict:
     torch.set_num_threads(1)
     if rank > 0:
-        hub.HfApi = None  # it has nothing to ask the Hub
+        hub.HfApi = None  # it must not ask the Hub
     if sharded:
         os.environ |= FSDP
         as_accelerators()
@@ -57,6 +57,8 @@ def measured(rank: int, folder: Path, sharded: bool) -> dict:
         as_if_shared(trainer, folder / "0")
     results = train_and_measure(trainer, script.task, script.eval_problems, script.eval_batch_size)
     trainer.save_adapter("adapter")
+    with pytest.raises(AssertionError if rank else ValueError, match="rank 0" if rank else "already exists"):
+        trainer.save_adapter("adapter")
     trainer.create_model_card()
     return {"steps": trainer.state.global_step, "results": sorted(results)}
 
@@ -71,19 +73,15 @@ def test_only_the_first_process_writes(sharded, server, tmp_path):
         assert isinstance(outcome.answer, dict), outcome
         assert outcome.answer["steps"] == RUN["max_steps"]
     first, second = ({str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} for folder in folders)
-    assert second == {"run/checkpoint-2/rng_state_1.pth"}, "only its random numbers, which no other process knows"
-    assert {
-        "run/results.json",
-        "run/README.md",
-        "run/adapter_model.safetensors",
-        "run/checkpoint-2/rng_state_0.pth",
-    } <= first
+    assert second == {"run/checkpoint-2/rng_state_1.pth"}
+    own = {"results.json", "README.md", "adapter_model.safetensors", "checkpoint-2/rng_state_0.pth"}
+    assert {f"run/{name}" for name in own} <= first
     for sealed in ("run", "run/checkpoint-2", "adapter"):
         assert seal.problems(folders[0] / sealed) == []
     assert [bool(outcome.answer["results"]) for outcome in outcomes] == [True, False]
     assert json.loads((folders[0] / "run/results.json").read_text())["steps"] == RUN["max_steps"]
     assert len(server.repos[REPO]["commits"]) == 1
-    if sharded:  # the trained adapter cannot say any more what was solved before
+    if sharded:  # the trained adapter cannot tell the accuracy before training
         (folders[0] / "run/before.json").unlink()
         shutil.copytree(folders[0] / "run", folders[1] / "run", dirs_exist_ok=True)
         for outcome in on_ranks(2, lambda rank: measured(rank, tmp_path, sharded), timeout=400):

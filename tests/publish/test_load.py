@@ -1,48 +1,31 @@
-"""Policies of runs that trained more than LoRA on linear layers, rebuilt from their folders: tokens added, rows of tokens trained."""
+"""Policies with more than LoRA on linear layers, rebuilt from their folders: tokens added, rows of tokens trained."""
 
 import shutil
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer, load_adapter
+from qerl_trl import NVFP4Config, load_adapter
 from qerl_trl.publish import export
 from qerl_trl.publish.load import check_served_base, load_policy
-from tests.faults.tiny_runs import call
+from tests.faults.tiny_runs import FILE, edit, fails, works
 from tests.tiny_models import make_tiny_tokenizer
 
-PROMPTS = Dataset.from_dict({"prompt": [f"say {word}" for word in ("one", "two", "six", "ten")] * 4})
 IDS = torch.arange(20, 60)[None]
 
 
-def spread_reward(completions, **kwargs):
-    return [float(sum(text.encode()) % 7) for text in completions]
+@pytest.fixture
+def trainer_of(tiny_runs, monkeypatch):
+    def build(model, folder, tokenizer, lora=None, **options):
+        monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
+        loaded = {} if isinstance(model, str) else {"model_init_kwargs": None}
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **lora or {})
+        defaults = {"max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "aqn": False}
+        return tiny_runs.trainer(folder, model=model, peft_config=config, **{**defaults, **loaded, **options})
 
-
-def trainer_of(model, folder, tokenizer, lora=None, **options):
-    settings = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "base_format": "nvfp4",
-        "model_init_kwargs": None if not isinstance(model, str) else {"dtype": "float32"},
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 4,
-        "max_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **lora or {})
-    args = QeRLConfig(**settings | options)
-    return QeRLGRPOTrainer(
-        model, spread_reward, args, train_dataset=PROMPTS, processing_class=tokenizer, peft_config=config
-    )
+    return build
 
 
 def with_tokens(model_dir, rows, base_format):
@@ -67,7 +50,7 @@ BOTH = ["embed_tokens", "lm_head"]
 
 @pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers)")
 @pytest.mark.parametrize(
-    ("family", "base_format", "rows", "lora", "told"),
+    ("family", "base_format", "rows", "lora", "warning"),
     [
         ("qwen2", "nvfp4", 358, {}, None),
         ("llama", "bf16", 358, {}, None),
@@ -81,30 +64,28 @@ BOTH = ["embed_tokens", "lm_head"]
     ids=["tied", "untied", "padded", "padded untied", "trained", "rows", "smaller", "not resized"],
 )
 def test_a_run_with_added_tokens_is_merged_and_loaded_with_them(
-    family, base_format, rows, lora, told, tiny_model_dir, tmp_path, caplog
+    family, base_format, rows, lora, warning, trainer_of, tiny_model_dir, tmp_path, caplog
 ):
     model, tokenizer = with_tokens(tiny_model_dir(family), rows, base_format)
     run, merged = tmp_path / "run", tmp_path / "merged"
     trainer = trainer_of(model, run, tokenizer, lora, base_format=base_format)
     said = [record.getMessage() for record in caplog.records if "The tokenizer has" in record.getMessage()]
-    assert len(said) == (told is not None) and (told or "") in "".join(said)
+    assert len(said) == (warning is not None) and (warning or "") in "".join(said)
     trainer.train()
     trainer.save_model()
     expected = logits_of(trainer.accelerator.unwrap_model(trainer.model))
-    code, _, err = call("merge", run, merged, "--dtype", "float32")
-    assert code == 0, err
+    works("merge", run, merged, "--dtype", "float32")
     again = AutoModelForCausalLM.from_pretrained(merged)
     assert again.config.vocab_size == (rows or 320) == expected.shape[-1]
     torch.testing.assert_close(logits_of(again), expected, rtol=0, atol=2e-5)
     assert ("<tool_99>" in AutoTokenizer.from_pretrained(merged).get_vocab()) == (rows != 304)
-    torch.testing.assert_close(logits_of(load_policy(run).model), expected, rtol=0, atol=2e-5)  # as eval does
+    torch.testing.assert_close(logits_of(load_policy(run).model), expected, rtol=0, atol=2e-5)
     base, _ = with_tokens(tiny_model_dir(family), None, base_format)
     torch.testing.assert_close(logits_of(load_adapter(base, str(run))), expected, rtol=0, atol=2e-5)
     if base_format == "nvfp4":
-        code, _, err = call("merge", run, tmp_path / "packed", "--as", "nvfp4", "--force")
-        assert code == 0, err
+        works("merge", run, tmp_path / "packed", "--as", "nvfp4", "--force")
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "packed").config.vocab_size == (rows or 320)
-    elif told != "AutoPeftModel":
+    elif warning != "AutoPeftModel":
         export.copy_adapter(run, tmp_path / "adapter")  # what is pushed
         stock = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
         of_rows = logits_of(stock)[..., : rows or 320]  # it resizes to the tokenizer by itself
@@ -112,8 +93,8 @@ def test_a_run_with_added_tokens_is_merged_and_loaded_with_them(
 
 
 @pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
-def test_a_run_with_added_tokens_is_resumed_with_its_rows(tiny_model_dir, tmp_path):
-    """transformers draws new rows at random, other ones in each process."""
+def test_a_run_with_added_tokens_is_resumed_with_its_rows(trainer_of, tiny_model_dir, tmp_path):
+    """transformers draws new rows at random in each process."""
     for steps in (1, 2):
         model, tokenizer = with_tokens(tiny_model_dir("qwen2"), 358, "nvfp4")
         trainer = trainer_of(model, tmp_path, tokenizer, save_strategy="steps", save_steps=1, max_steps=steps)
@@ -126,37 +107,12 @@ def test_a_run_with_added_tokens_is_resumed_with_its_rows(tiny_model_dir, tmp_pa
     assert torch.equal(rows, first) and not torch.equal(rows, drawn)
 
 
-def test_an_engine_that_loads_lora_only_is_refused_before_it_starts(tiny_model_dir, tmp_path):
-    model, tokenizer = with_tokens(tiny_model_dir("qwen2"), 358, "bf16")
-    trainer = trainer_of(model, tmp_path / "run", tokenizer, base_format="bf16")
-    trainer.save_model()
-    with pytest.raises(ValueError, match=r"embed_tokens|lm_head.* and vLLM loads LoRA only. Measure its merge"):
-        check_served_base(tmp_path / "run", str(tiny_model_dir("qwen2")))
-
-
-def test_another_base_is_refused_for_added_tokens_too(tiny_model_dir, tmp_path):
-    model, tokenizer = with_tokens(tiny_model_dir("qwen2"), 358, "bf16")
-    trainer = trainer_of(model, tmp_path / "run", tokenizer, base_format="bf16")
-    trainer.train()
-    trainer.save_model()
-    other = shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "other")
-    changed = AutoModelForCausalLM.from_pretrained(other)
-    changed.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
-    changed.save_pretrained(other)
-    code, _, err = call("merge", tmp_path / "run", tmp_path / "merged", "--base-model", other)
-    assert code != 0 and "has other weights than the base that the adapter was trained on" in err
-
-
 @pytest.mark.parametrize(
-    ("family", "base_format", "dtype"),
-    [
-        ("qwen2", "bf16", "float32"),
-        ("qwen2", "nvfp4", "bfloat16"),
-        ("llama", "bf16", "bfloat16"),
-        ("llama", "nvfp4", "float32"),
-    ],
+    ("family", "base_format", "dtype"), [("qwen2", "nvfp4", "bfloat16"), ("llama", "bf16", "float32")]
 )
-def test_rows_of_tokens_are_trained_and_merged(family, base_format, dtype, tiny_model_dir, tiny_tokenizer, tmp_path):
+def test_rows_of_tokens_are_trained_and_merged(
+    family, base_format, dtype, trainer_of, tiny_model_dir, tiny_tokenizer, tmp_path
+):
     """A tied head has the trained rows too (peft#2864)."""
     lora, run = {"trainable_token_indices": list(range(30, 90))}, tmp_path / "run"
     options = {"base_format": base_format, "model_init_kwargs": {"dtype": dtype}, "beta": 0.1}
@@ -168,8 +124,7 @@ def test_rows_of_tokens_are_trained_and_merged(family, base_format, dtype, tiny_
     assert rows.dtype == torch.float32 and not torch.equal(rows, before)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     expected, atol = logits_of(policy), 2e-5 if dtype == "float32" else 0.1
-    code, _, err = call("merge", run, tmp_path / "merged", "--dtype", dtype)
-    assert code == 0, err
+    works("merge", run, tmp_path / "merged", "--dtype", dtype)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     embeddings = merged.get_input_embeddings().weight
     assert torch.equal(embeddings[30:90], rows.to(embeddings.dtype))
@@ -181,7 +136,17 @@ def test_rows_of_tokens_are_trained_and_merged(family, base_format, dtype, tiny_
         assert isinstance(stock, PeftModel)
         torch.testing.assert_close(logits_of(stock), expected, rtol=0, atol=atol)
     else:
-        code, _, err = call("merge", run, tmp_path / "base", "--as", "base")
-        assert code == 0, err
+        works("merge", run, tmp_path / "base", "--as", "base")
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").get_input_embeddings().weight
         assert torch.equal(base[30:90].float(), before.to(base.dtype).float())
+
+
+def test_added_tokens_need_the_runs_base_and_no_engine_that_loads_lora_only(trainer_of, tiny_model_dir, tmp_path):
+    model, tokenizer = with_tokens(tiny_model_dir("qwen2"), 358, "bf16")
+    run, other = tmp_path / "run", shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "other")
+    trainer_of(model, run, tokenizer, base_format="bf16").save_model()
+    with pytest.raises(ValueError, match=r"embed_tokens|lm_head.* and vLLM loads LoRA only. Measure its merge"):
+        check_served_base(run, str(tiny_model_dir("qwen2")))
+    edit(other / FILE, lambda stored: stored["model.layers.0.mlp.up_proj.weight"][0].add_(1))
+    words = ("has other weights than the base that the adapter was trained on",)
+    fails(words, "merge", run, tmp_path / "merged", "--base-model", other)

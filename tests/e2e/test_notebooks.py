@@ -1,4 +1,4 @@
-"""Each notebook runs whole, cell after cell, with fewer steps."""
+"""Each notebook runs from its first cell to the last, with fewer steps."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "examples" / "notebooks"
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 
 
 @pytest.mark.slow
