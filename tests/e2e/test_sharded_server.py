@@ -55,57 +55,36 @@ def logps_of(model, completions):
     return logits.gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1)
 
 
-@pytest.fixture(scope="module")
-def both(tiny_runs, tmp_path_factory):
-    """Results of each process."""
-    folder = tmp_path_factory.mktemp("server")
-
+def test_one_connection_updates_and_serves_both_processes(tiny_runs, tmp_path):
     def work(rank):
         torch.set_num_threads(1)
         os.environ |= FSDP
         as_accelerators()
         server.ServerEngine = StandInServer
         options = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 6, "save_strategy": "no"}
-        trainer = tiny_runs.trainer(folder / "run", **options, aqn_sigma_start=5e-2)
+        trainer = tiny_runs.trainer(tmp_path / "run", **options, aqn_sigma_start=5e-2)
         assert trainer.vllm_generation.waits
         trainer.train()
         generation, model = trainer.vllm_generation, trainer.model
+        assert is_sharded(model) and generation.probe_result.difference < 1e-4
+        assert generation.noise_result.difference < 1e-4 or rank
+        assert type(generation.engine).__name__ == ("RankWithoutEngine" if rank else "StandInServer")
+        assert rank or generation.engine.puts >= 4, "the probe's, and one for each step"
         completions = generation.complete(PROMPTS[: 3 - rank], Sampling(5))  # another number in each process
         padded = completions + [Completion([2] * 5, [0.0] * 5)] * rank  # a forward of both: it gathers
         logps = logps_of(model, padded)[: 3 - rank]
-        return {
-            "engine": type(generation.engine).__name__,
-            "puts": getattr(generation.engine, "puts", None),
-            "sharded": is_sharded(model),
-            "probe": generation.probe_result.difference,
-            "noise": generation.noise_result.difference,
-            "gap": (logps - torch.tensor([c.logps for c in completions])).abs().max().item(),
-            "logs": [log for log in trainer.state.log_history if "loss" in log],
-            "adapter": {n: full_tensor(p).numpy() for n, p in model.named_parameters() if p.requires_grad},
-        }
+        assert (logps - torch.tensor([c.logps for c in completions])).abs().max() < 1e-4
+        clean, noisy = (log for log in trainer.state.log_history if "loss" in log)
+        assert clean["sampling/sampling_logp_difference/max"] < 1e-3 and clean["aqn/sigma"] == 0 < noisy["aqn/sigma"]
+        if not rank:  # known only with an engine
+            assert clean["aqn/sigma_effective"] == 0
+            assert noisy["aqn/sigma_effective"] == pytest.approx(noisy["aqn/sigma"], rel=0.2)
+        adapter = {n: full_tensor(p).numpy() for n, p in model.named_parameters() if p.requires_grad}
+        return noisy["aqn/sigma"], adapter
 
     outcomes = on_ranks(2, work, 400)
-    assert all(isinstance(outcome.answer, dict) for outcome in outcomes), outcomes
-    return [outcome.answer for outcome in outcomes]
-
-
-def test_only_the_main_process_has_a_connection(both):
-    assert [found["engine"] for found in both] == ["StandInServer", "RankWithoutEngine"]
-    assert all(found["sharded"] for found in both)
-    assert both[0]["puts"] >= 4  # the probe's, and one for each step
-
-
-def test_the_server_gets_the_whole_adapter(both):
-    for found in both:
-        assert found["probe"] < 1e-4 and found["gap"] < 1e-4
-        assert found["logs"][0]["sampling/sampling_logp_difference/max"] < 1e-3  # no noise in the first stage
-    for name, tensor in both[0]["adapter"].items():
-        assert (tensor == both[1]["adapter"][name]).all() and tensor.any(), name
-
-
-def test_the_server_gets_the_same_noise(both):
-    assert both[0]["noise"] < 1e-4
-    first, second = ([log["aqn/sigma"] for log in found["logs"]] for found in both)
-    assert first == second and first[0] == 0 < first[1]
-    effective = [log["aqn/sigma_effective"] for log in both[0]["logs"]]  # known only with an engine
-    assert effective[0] == 0 and effective[1] == pytest.approx(first[1], rel=0.2)
+    assert all(isinstance(outcome.answer, tuple) for outcome in outcomes), outcomes
+    (sigma, adapter), (other_sigma, other) = (outcome.answer for outcome in outcomes)
+    assert sigma == other_sigma
+    for name, tensor in adapter.items():
+        assert (tensor == other[name]).all() and tensor.any(), name

@@ -51,21 +51,17 @@ def test_estimates_are_means_over_the_importance_ratios(gap):
     assert known.entropy == pytest.approx(-sampled[known_mask].double().mean().item()) and known.nan_logps == 1
 
 
-@pytest.mark.parametrize("trained", [-800.0, -math.inf])
-def test_policies_without_a_ratio_above_zero_end_the_run(trained):
-    watch = MismatchWatch(0.1)
-    apart = found([[trained] * 3], [[-1.0] * 3])
-    assert apart.logp_gap == -math.inf and apart.mismatch_kl > 100
-    with pytest.raises(RuntimeError):
-        for step in range(watch.PERSISTENT + 1):
-            watch.judge(apart, step, False)
-
-
-def test_a_rollout_without_finite_log_probabilities_is_an_error():
+def test_rollouts_without_finite_values_end_the_run():
     with pytest.raises(RuntimeError, match=r"3 of the 3 tokens .* resume from the last checkpoint"):
         found([[0.0] * 3], [[math.nan, -math.inf, math.nan]])
     nothing = found([[0.0]], [[math.nan]], torch.zeros(1, 1).bool())  # every token was a tool's
     assert nothing.mismatch_kl is None and nothing.nan_logps == 0
+    for trained in (-800.0, -math.inf):  # no ratio is above 0
+        watch, apart = MismatchWatch(0.1), found([[trained] * 3], [[-1.0] * 3])
+        assert apart.logp_gap == -math.inf and apart.mismatch_kl > 100
+        with pytest.raises(RuntimeError):
+            for step in range(watch.PERSISTENT + 1):
+                watch.judge(apart, step, False)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1.0])
@@ -106,6 +102,8 @@ def test_the_gap_of_truncated_sampling_is_within_its_bounds(spread, processed, k
     gap = (mass_of_p / (1 if processed else mass_of_q)).mean().log().item()
     low, high = mismatch.gap_bounds(args_with(use_vllm=processed, **kept), same=spread == 0)
     assert low <= gap + 1e-9 and gap - 1e-9 <= high
+    neutral = args_with(generation_kwargs={"stop": ["."], "ignore_eos": True, "top_k": None})
+    assert mismatch.sampler(neutral) == "all" and mismatch.gap_bounds(neutral, same=True) == (0.0, 0.0)
 
 
 def test_a_gap_within_the_bounds_of_truncation_is_silent(caplog):
@@ -170,12 +168,6 @@ def test_a_sampler_that_leaves_out_or_reweighs_tokens_is_no_fault(setting, caplo
 def test_a_stale_adapter_is_found_although_tokens_are_left_out(setting):
     with pytest.raises(RuntimeError, match=r"KL of at least .* stale adapter"):
         rollouts_of(setting, spread=1.0)
-
-
-@pytest.mark.parametrize("given", [{"stop": ["."]}, {"stop_token_ids": [7], "ignore_eos": True}, {"top_k": None}])
-def test_options_without_effect_on_probabilities_keep_the_limits(given):
-    args = args_with(generation_kwargs=given)
-    assert mismatch.sampler(args) == "all" and mismatch.gap_bounds(args, same=True) == (0.0, 0.0)
 
 
 def test_a_large_kl_warns_and_ends_the_run_if_it_persists(caplog):

@@ -64,21 +64,11 @@ def test_command_and_arguments_of_an_nvfp4_model(folder):
     qerl |= {"scale_rule": "four_over_six", "ignore": [*skip, "lm_head"]}
     assert json.loads(options.pop("--additional-config")) == {"qerl": qerl}
     assert arguments["additional_config"] == {"qerl": qerl | {"holds": spec.holds}}
-    assert options == {
-        "--revision": "v1.0",
-        "--tokenizer-revision": "v1.0",
-        "--host": "127.0.0.1",
-        "--dtype": "bfloat16",
-        "--quantization": "qerl_nvfp4",
-        "--worker-extension-cls": "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension",
-        "--middleware": "qerl_trl.rollout.vllm.worker.RolloutEndpoint",
-        "--max-model-len": "512",
-        "--max-num-seqs": "64",
-        "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": "-1",
-        "--config-format": "hf",
-        "--tokenizer-mode": "hf",
-    }
+    expected = "--revision v1.0 --tokenizer-revision v1.0 --host 127.0.0.1 --dtype bfloat16 --quantization qerl_nvfp4"
+    expected += " --worker-extension-cls qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
+    expected += " --middleware qerl_trl.rollout.vllm.worker.RolloutEndpoint --max-model-len 512 --max-num-seqs 64"
+    expected += " --logprobs-mode processed_logprobs --max-logprobs -1 --config-format hf --tokenizer-mode hf"
+    assert options == parsed(f"vllm serve {expected}")[1]
     named = {name.removeprefix("--").replace("-", "_"): text for name, text in options.items()}
     assert all(str(arguments[name]) == text for name, text in named.items() if name in arguments)
 
@@ -161,16 +151,13 @@ def test_layers_of_other_formats_share_no_compiled_graph(folder):
     assert len({key(dense), key(policy(folder)), *(key(hold(again, nested)) for nested in (False, True))}) == 4
 
 
-def test_the_batch_invariant_mode(folder, monkeypatch):
-    model = policy(folder)
-    plain, spec = EngineSpec.of(model), EngineSpec.of(model, batch_invariant=True)
-    assert "batch_invariant" not in plain.options()["qerl"] and spec.options()["qerl"]["batch_invariant"] is True
-    assert spec.serve_command().startswith("VLLM_BATCH_INVARIANT=1 vllm serve ")
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    assert batch_invariant() is False
-    for value in ("1", "0"):
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
-        assert batch_invariant() is (value == "1")
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), (None, False)])
+def test_the_batch_invariant_mode(folder, monkeypatch, value, on):
+    spec = EngineSpec.of(policy(folder), batch_invariant=on)
+    assert spec.options()["qerl"].get("batch_invariant", False) is on
+    assert spec.serve_command().startswith("VLLM_BATCH_INVARIANT=1 vllm serve ") is on
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value or "0")
+    assert batch_invariant() is on
 
 
 # --- adapters and embeddings ---
@@ -243,14 +230,12 @@ COLUMNS = {"prompt": ["What is it?"], "image": [None], "images": [[]]}
 PICTURES = Features({"prompt": Value("string"), "image": Image(), "images": List(Image())})
 SEEN = Dataset.from_dict(COLUMNS, PICTURES)
 CASES = {
-    "text, nothing held out": ([TEXT, None], False),
-    "messages": ([MESSAGES, TEXT], False),
+    "text and messages, nothing held out": ([TEXT, MESSAGES, None], False),
     "parts of messages": ([PARTS], True),
     "a column of lists": ([SEEN.remove_columns("image")], True),
     "a column, held out": ([TEXT, SEEN.remove_columns("images")], True),
     "streamed": ([TEXT.to_iterable_dataset()], True),
     "made at reading": ([TEXT.with_transform(lambda rows: rows)], True),
-    "no prompts": ([TEXT.remove_columns("prompt")], True),
 }
 
 

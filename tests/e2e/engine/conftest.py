@@ -100,7 +100,10 @@ def of_file(item, nodeids: list[str]) -> dict[str, list]:
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     command = [str(HERE / "child.py"), *nodeids, "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}"]
     alone = getattr(module, "ALONE", False) and not torch.cuda.is_available()
-    with slots(SLOTS if alone else 1, shared_folder(config._tmp_path_factory)):
+    locks = config._tmp_path_factory.getbasetemp()
+    locks = (locks.parent if "PYTEST_XDIST_WORKER" in os.environ else locks) / "scenarios"  # of all workers
+    locks.mkdir(exist_ok=True)
+    with slots(SLOTS if alone else 1, locks):
         if getattr(module, "COLD", False) or torch.cuda.is_available():
             done = run_cold([sys.executable, *command], ROOT, environment, TIMEOUT)
         else:
@@ -114,18 +117,6 @@ def of_file(item, nodeids: list[str]) -> dict[str, list]:
         report = config.hook.pytest_report_from_serializable(config=config, data=json.loads(line))
         found.setdefault(report.nodeid, []).append(report)
     return found
-
-
-def shared_folder(tmp_path_factory) -> Path:
-    """The locks of all workers."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "scenarios"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def one_slot(tmp_path_factory) -> contextlib.AbstractContextManager[None]:
-    return slots(1, shared_folder(tmp_path_factory))
 
 
 @contextlib.contextmanager
