@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import QeRLGRPOTrainer, Script, Task
 from qerl_trl.rollout import probe
+from qerl_trl.rollout.engine import Sampling
 from tests.e2e.engine.engines import _ALIVE, MEMORY
 from tests.faults.tiny_runs import call
 from tests.warm import ROOT
@@ -57,16 +58,14 @@ def varied(completions, **kwargs) -> list[float]:
 
 
 def loaded(folder: Path):
-    """By stock transformers, in float32, which is faster."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """By stock transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 @torch.no_grad()
 def logits(model, folder: Path) -> torch.Tensor:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + "The capital of France is"
-    return model.eval()(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[0].float()
+    tokens = AutoTokenizer.from_pretrained(folder)("The capital of France is", return_tensors="pt")
+    return model.eval()(**tokens).logits[0].float()
 
 
 def distance(p: torch.Tensor, q: torch.Tensor) -> float:
@@ -84,6 +83,8 @@ def test_stock_transformers_reads_the_quantized_model(dense, quantized):
 
 def test_it_trains_without_a_warning_and_is_reloaded(quantized, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(probe, "PROMPTS", 2)
+    monkeypatch.setattr(probe, "_NEW_TOKENS", 4)
+    monkeypatch.setattr(probe, "_SAMPLING", Sampling(max_tokens=4, ignore_eos=True))
     folder = tmp_path / "run"
     given = {**OPTIONS, "model_name_or_path": quantized, "output_dir": folder}
     task = Task.read(ROOT / "examples" / "tasks" / "products.yaml")
