@@ -98,7 +98,8 @@ def test_rloo_continues_from_the_checkpoint_of_a_dying_engine(path, tmp_path):
             if state.global_step == 2:
                 trainer.vllm_generation.llm.generate = dies
 
-    settings = {"trainer_class": QeRLRLOOTrainer, "max_steps": 3, "save_strategy": "steps", "save_steps": 100}
+    settings = {"trainer_class": QeRLRLOOTrainer, "max_steps": 3, "aqn_num_stages": 3}
+    settings |= {"save_strategy": "steps", "save_steps": 100}
     trainer = trainer_of(tmp_path, path, callbacks=[Breaks()], **settings)
     with pytest.raises(RolloutError, match=r"EngineCore died(.|\n)*Step 2 is saved"):
         trainer.train()
