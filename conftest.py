@@ -21,7 +21,7 @@ LONGEST = (
     "tests/e2e/engine/test_compiled.py",
     "tests/e2e/engine/test_live.py",
     "tests/e2e/engine/test_recipe.py",
-    "tests/test_real_model.py",
+    "tests/e2e/engine/test_real_model.py",
     "kernels/tests/test_kernels_compile.py",
     "kernels/tests/test_kernels_sm90.py",
     "kernels/tests/test_kernels_interpreter.py",

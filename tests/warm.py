@@ -1,8 +1,7 @@
-"""Scripts that start with everything imported: a server imports once, and each script runs in a process that is forked from it.
+"""Scripts that start with everything imported: a server imports once, and each script runs in a fork of it.
 
-Importing torch, transformers, TRL and vLLM takes ten seconds and more of a core, in every process anew. A forked process is as much one of its
-own as any other: it has its own `__main__`, arguments, environment, folder and session, it can be killed, and it ends as an interpreter ends.
-What a server cannot give is an environment that is read while a module is imported; that is the server's own.
+Importing torch, transformers, TRL and vLLM takes ten seconds and more of a core. A fork is a process of its own, with
+its own `__main__`, arguments, environment, folder and session. Variables read at an import are the server's.
 """
 
 import contextlib
@@ -18,34 +17,34 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: what a training script imports sooner or later
+#: imports of a training script
 TRAINING = ("qerl_trl.trainer", "qerl_trl.tasks.script", "qerl_trl.publish.export", "datasets")
-#: bytes of a request at most: its arguments and its environment
+#: most bytes of a request: its arguments and its environment
 MOST = 2**18
 
 
 class Process:
-    """A script that was started, as far as the tests use `subprocess.Popen`. It leads a session of its own."""
+    """A started script, with as much of `subprocess.Popen` as the tests use. It leads its own session."""
 
     def __init__(self, pid: int, answer: socket.socket) -> None:
         self.pid, self.answer, self.returncode = pid, answer, None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises: `subprocess.TimeoutExpired`; `RuntimeError` if the server is gone."""
+        """Raises `subprocess.TimeoutExpired`; `RuntimeError` if the server is gone."""
         if self.returncode is None:
             self.answer.settimeout(timeout)
             try:
-                said = self.answer.recv(16)
+                code = self.answer.recv(16)
             except (TimeoutError, BlockingIOError) as error:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from error
-            if not said:
+            if not code:
                 raise RuntimeError(f"The server of process {self.pid} is gone.")
-            self.returncode = int(said)
+            self.returncode = int(code)
             self.answer.close()
         return self.returncode
 
@@ -55,39 +54,32 @@ class Process:
         return self.returncode
 
 
-def finished(process: Any, files: Sequence[IO[str]], timeout: float | None) -> tuple[int, list[str]]:
-    """The exit code, and what is in the files by then. After `timeout` seconds the process is killed with all that it started."""
-    killed = ""
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        killed = f"\nkilled after {timeout} s"
-    for file in files:
-        file.seek(0)
-    *out, err = (file.read() for file in files)
-    return process.returncode, [*out, err + killed]
+def _finished(start: Callable[[Any, Any], Any], command: Sequence[str], timeout: float | None) -> Any:
+    """As `subprocess.run(..., capture_output=True, text=True)`; after `timeout` seconds the whole session is killed."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process, killed = start(out, err), ""
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            killed = f"\nkilled after {timeout} s"
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(list(command), process.returncode, out.read(), err.read() + killed)
 
 
 def run_cold(
     command: Sequence[str], cwd: Path, environment: dict[str, str], timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As `Warm.run`, for any command, which imports for itself."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err, start_new_session=True)
-        code, said = finished(process, (out, err), timeout)
-        return subprocess.CompletedProcess(list(command), code, *said)
+    """As `Warm.run`, for a command with its own imports."""
+    given = {"cwd": cwd, "env": environment, "start_new_session": True}
+    return _finished(lambda out, err: subprocess.Popen(command, stdout=out, stderr=err, **given), command, timeout)
 
 
 class Warm:
-    """A server, which starts with the first script and ends with the process that made it.
-
-    Args:
-        modules: what it imports.
-        environment: what is in its environment while it does.
-    """
+    """A server with `modules` imported under `environment`, from the first script to `close`."""
 
     def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
         self.modules, self.environment = modules, environment
@@ -99,24 +91,16 @@ class Warm:
             if self.control is None:
                 self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self.said = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the server runs)
+                command = [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *self.modules]
+                given = {"stdin": subprocess.DEVNULL, "stdout": self.said, "stderr": subprocess.STDOUT}
+                given |= {"cwd": ROOT, "env": self.environment, "pass_fds": [theirs.fileno()]}
                 with theirs:
-                    self.server = subprocess.Popen(
-                        [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *self.modules], pass_fds=[theirs.fileno()],
-                        cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=self.said, stderr=subprocess.STDOUT,
-                    )  # fmt: skip
+                    self.server = subprocess.Popen(command, **given)
             return self.control
 
     def start(self, argv: Sequence[str], cwd: Path, environment: dict[str, str], stdout, stderr) -> Process:
-        """Runs a script.
-
-        Args:
-            argv: the script's path and its arguments.
-            stdout, stderr: open files.
-
-        Raises:
-            `RuntimeError`: the server could not import what it should.
-        """
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # pid and exit code stay two messages
+        """Run the script `argv[0]` with open files. Raises `RuntimeError` if the server could not import a module."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # pid and exit code are two messages
         request = json.dumps({"argv": list(argv), "cwd": str(cwd), "environment": environment}).encode()
         assert len(request) <= MOST
         with there, contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -131,10 +115,7 @@ class Warm:
     def run(
         self, argv: Sequence[str], cwd: Path, environment: dict[str, str], timeout: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run(..., capture_output=True, text=True)`: after `timeout` seconds it is killed with all that it started."""
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            code, said = finished(self.start(argv, cwd, environment, out, err), (out, err), timeout)
-            return subprocess.CompletedProcess(list(argv), code, *said)
+        return _finished(lambda out, err: self.start(argv, cwd, environment, out, err), argv, timeout)
 
     def close(self) -> None:
         if self.control is not None:
@@ -143,7 +124,7 @@ class Warm:
 
 
 def serve(control: socket.socket) -> tuple[dict, list[int]] | None:
-    """Forks for each request. Returns in each forked process, what it shall run and its files; in the server when nobody is left to ask."""
+    """Fork for each request. Returns the request and its files in each fork, None in the server at the end."""
     events, running = select.poll(), {}
     events.register(control, select.POLLIN)
     while True:
@@ -174,7 +155,7 @@ def serve(control: socket.socket) -> tuple[dict, list[int]] | None:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    del sys.path[0]  # the folder that `python -m` adds; a script's own comes in its place
+    del sys.path[0]  # the folder added by `python -m`
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()

@@ -1,4 +1,4 @@
-"""An ASGI application, asked directly or over loopback HTTP; and a stand-in for vLLM behind qerl-trl's endpoint."""
+"""Requests to an ASGI application, in process or over loopback HTTP, and a stand-in for vLLM behind our endpoint."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import httpx
 import pytest
 
 from qerl_trl.rollout.engine import SECRET
@@ -18,7 +19,7 @@ KEY = "a secret of the tests, long enough"
 
 
 class FakeVLLM:
-    """Answers every path with 200 and keeps what reached it; `engine` keeps what reached the engine."""
+    """Answers every path with 200; `reached` and `bodies` are its requests, `asked` the calls of its engine."""
 
     def __init__(self, answer: Any = None) -> None:
         self.reached: list[str] = []
@@ -55,34 +56,22 @@ def guarded(app, key: str = KEY, **environment: str):
 
 
 def ask(endpoint, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, parts: int = 1):
-    """Status and content of one answer."""
-    return asyncio.run(_ask(endpoint, method, path, body, headers or {}, parts))
+    """Status and content of an answer; the body comes in `parts`."""
 
+    async def app(scope, receive, send):
+        await endpoint(scope | {"app": getattr(endpoint, "app", None)}, receive, send)
 
-async def _ask(endpoint, method, path, body, headers, parts):
-    size = -(-len(body) // parts) or 1
-    chunks = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
-    messages = [{"type": "http.request", "body": c, "more_body": i + 1 < len(chunks)} for i, c in enumerate(chunks)]
-    sent: list[dict] = []
+    async def chunks():
+        size = -(-len(body) // parts) or 1
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
 
-    async def receive():
-        return messages.pop(0) if messages else {"type": "http.disconnect"}
+    async def request():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.request(method, path, content=chunks(), headers=headers)
 
-    async def send(message):
-        sent.append(message)
-
-    path, _, query = path.partition("?")
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "query_string": query.encode(),
-        "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items() if v is not None],
-        "app": getattr(endpoint, "app", None),
-        "server": ("127.0.0.1", 0),
-    }
-    await endpoint(scope, receive, send)
-    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]) or "null")
+    response = asyncio.run(request())
+    return response.status_code, json.loads(response.content or "null")
 
 
 def allowed(key: str = KEY) -> dict[str, str]:
@@ -91,7 +80,7 @@ def allowed(key: str = KEY) -> dict[str, str]:
 
 @contextlib.contextmanager
 def http(answer) -> Iterator[tuple[str, list]]:
-    """URL of a server whose `answer(method, path, headers, body)` gives (status, bytes), and the requests it got."""
+    """URL of a server with `answer(method, path, headers, body)` -> (status, bytes), and its requests."""
     requests: list[tuple] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -7,6 +7,6 @@ from tests.rollout.workers import worker_over
 
 @pytest.fixture
 def worker(monkeypatch):
-    """A worker that holds an adapter, trained norms and noise."""
+    """A worker with an adapter, trained norms and noise."""
     pytest.importorskip("vllm")
     return worker_over(monkeypatch)

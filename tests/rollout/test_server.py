@@ -1,5 +1,4 @@
-"""Completions that two processes of a trainer get through the main process's connection, and how updates reach a
-server.
+"""Server mode without a real server: completions of several processes, updates, and the comparison of weights.
 
 A real server: tests/e2e/engine/test_server.py.
 """
@@ -15,21 +14,13 @@ from accelerate import PartialState
 
 from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.rollout import server
-from qerl_trl.rollout.engine import (
-    CALL,
-    SECRET,
-    Completion,
-    RankWithoutEngine,
-    RolloutError,
-    Sampling,
-    Seeds,
-    Update,
-)
-from qerl_trl.rollout.server import CONCURRENCY, Client, ServerEngine
-from qerl_trl.rollout.weights import SharedMemory
+from qerl_trl.rollout.engine import CALL, SECRET, Completion, RankWithoutEngine, RolloutError, Sampling, Seeds, Update
+from qerl_trl.rollout.server import CONCURRENCY, Client, ServerEngine, differences, trainer_summaries
+from qerl_trl.rollout.spec import EngineSpec
+from qerl_trl.rollout.weights import SharedMemory, WeightSummary, summary
 from tests.ranks import on_ranks
 from tests.rollout.asgi import KEY, FakeVLLM, bridged, guarded, http
-from tests.rollout.workers import NORMS, everything, update
+from tests.rollout.workers import NORMS, everything, policy, update
 
 
 class Echo(ServerEngine):
@@ -46,9 +37,8 @@ class Echo(ServerEngine):
 
 def test_each_process_gets_its_own_completions():
     def work(rank: int) -> str:
-        """Rank r has r + 2 prompts; what it is told in the end."""
+        """Completions of rank + 2 prompts; returns the error of a failure."""
         state = PartialState(cpu=True)
-        assert state.process_index == rank
         engine = Echo() if state.is_main_process else RankWithoutEngine()
         mine = [[rank, i] for i in range(rank + 2)]
         assert [c.tokens for c in engine.generate(mine, Sampling(4))] == mine
@@ -66,8 +56,7 @@ def test_each_process_gets_its_own_completions():
 
 
 class Requests(Client):
-    """Without a server: keeps which prompts were asked for with which seed; `answers` makes the completions of a
-    prompt."""
+    """Answers without a server, in vLLM's form; `asked` has the prompts and seed of each request."""
 
     def __init__(self, answers=lambda prompt, n: [prompt] * n):
         self.base_url, self.model, self.asked, self.answers = "http://here", "model", [], answers
@@ -77,38 +66,15 @@ class Requests(Client):
             return super()._post(url, json=json)
         self.asked.append((json["prompt"], json.get("seed")))
         found = [(prompt, tokens) for prompt in json["prompt"] for tokens in self.answers(prompt, json["n"])]
-        return {"choices": [choice(*one) for one in found]}
+        return {"choices": [self.choice(*one) for one in found]}
+
+    def choice(self, prompt, tokens):
+        names = [f"token_id:{token}" for token in tokens]
+        logps = {"tokens": names, "token_logprobs": [-0.5] * len(names), "top_logprobs": [{n: -0.5} for n in names]}
+        return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": logps}
 
 
-def choice(prompt, tokens):
-    """In vLLM's own form."""
-    names = [f"token_id:{token}" for token in tokens]
-    logprobs = {
-        "tokens": names,
-        "token_logprobs": [-0.5] * len(names),
-        "top_logprobs": [{name: -0.5} for name in names],
-    }
-    return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": logprobs}
-
-
-@pytest.mark.parametrize(
-    ("sampling", "asked"),
-    [
-        (Sampling(4), [([[1], [1], [2]], None)]),
-        (Sampling(4, temperature=1.0), [([[1], [1], [2]], None)]),
-        (Sampling(4, temperature=1.0, seed=7), [([[1]], 7), ([[1]], 8), ([[2]], 9)]),
-    ],
-    ids=["greedy", "sampled", "seeded"],
-)
-def test_each_prompt_has_a_seed_of_its_own(sampling, asked):
-    engine, prompts = ServerEngine.__new__(ServerEngine), [[1], [1], [2]]
-    engine.client = Requests()
-    assert [completion.tokens for completion in engine.generate(prompts, sampling)] == prompts
-    assert sorted(engine.client.asked, key=json.dumps) == asked
-
-
-def test_prompts_with_seeds_of_their_own_come_in_their_order():
-    """Each is a request; a run's seeds are a function of what it is, and a user's own seed is for all."""
+def test_seeded_prompts_are_single_requests_with_answers_in_order():
     client = Requests(lambda prompt, n: [[*prompt, i] for i in range(n)])
     prompts, seeds = [[i] for i in range(3 * CONCURRENCY)], Seeds((3, 5))
     output = client.generate(prompts, n=2, generation_kwargs={"seed": seeds, "ignore_eos": True})
@@ -116,13 +82,25 @@ def test_prompts_with_seeds_of_their_own_come_in_their_order():
     assert output["completion_ids"] == [[*prompt, i] for prompt in prompts for i in range(2)]
     assert {p[0][0]: seed for p, seed in client.asked} == dict(enumerate(seeds.of(len(prompts))))
     assert len({seed for _, seed in client.asked}) == len(prompts) and Seeds((3, 6)).of(1) != seeds.of(1)
-    client.asked.clear()
-    client.generate(prompts, generation_kwargs={"seed": 3})
-    assert client.asked == [(prompts, 3)]
+    engine = ServerEngine.__new__(ServerEngine)
+    for options, asked in (
+        ({"seed": 7}, [([[1], [1], [2]], None)]),  # greedy
+        ({"temperature": 1.0}, [([[1], [1], [2]], None)]),
+        ({"temperature": 1.0, "seed": 7}, [([[1]], 7), ([[1]], 8), ([[2]], 9)]),
+    ):
+        engine.client = Requests()
+        found = engine.generate([[1], [1], [2]], Sampling(4, **options))
+        assert [completion.tokens for completion in found] == [[1], [1], [2]]
+        assert sorted(engine.client.asked, key=json.dumps) == asked
+    engine.client.generate(prompts, generation_kwargs={"seed": 3})
+    assert engine.client.asked[-1] == (prompts, 3), "the user's own seed is for all"
+
+
+# --- updates ---
 
 
 class OneWorker(FakeVLLM):
-    """Behind the endpoint: a worker, without a model that computes."""
+    """vLLM with one worker, behind the endpoint."""
 
     def __init__(self, extension):
         super().__init__()
@@ -135,8 +113,7 @@ class OneWorker(FakeVLLM):
 
 @pytest.fixture
 def connected(worker, monkeypatch):
-    """Connects an engine that is not compared with a model; and the server behind it, and the paths that were asked."""
-    pytest.importorskip("vllm")
+    """A function that connects an engine (weights are not compared), the server behind it, and its requests."""
     from qerl_trl.rollout.vllm import worker as workers
 
     worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
@@ -144,18 +121,14 @@ def connected(worker, monkeypatch):
     monkeypatch.setattr(server, "differences", lambda spec, model, ranks: [])
     monkeypatch.setenv(SECRET, KEY)
     vllm = OneWorker(worker)
+    spec = SimpleNamespace(dtype="bfloat16", serve_command=lambda *_: "vllm serve")
     with http(bridged(guarded(vllm))) as (url, requests):
-
-        def connect():
-            spec = SimpleNamespace(dtype="bfloat16", serve_command=lambda *_: "vllm serve")
-            return ServerEngine(url, spec, None, 5)
-
-        yield connect, vllm, requests
+        yield lambda: ServerEngine(url, spec, None, 5), vllm, requests
 
 
 @pytest.fixture(params=["/dev/shm", "network"])
 def engine(request, connected, monkeypatch):
-    """An engine that has put an update, on the same host or as if on another."""
+    """An engine after an update, on the same host or as if on another."""
     connect, vllm, requests = connected
     if request.param == "network":
         monkeypatch.setattr(SharedMemory, "is_here", lambda name: False)
@@ -170,6 +143,7 @@ def engine(request, connected, monkeypatch):
 
 def test_update_noise_and_reset_are_one_request(engine, connected, worker):
     _, vllm, requests = connected
+    assert not Path("/dev/shm", worker._qerl_memory.name).exists(), "a SIGKILL would leave it"
     new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0)
     effective = engine.put(new, NORMS[:1], draw)
     assert [method for method, path, _ in requests if path == CALL] == [*["PUT"] * (not engine._local), "POST"]
@@ -185,12 +159,7 @@ def test_update_noise_and_reset_are_one_request(engine, connected, worker):
     assert all(torch.equal(left, right) for left, right in zip(at_once, everything(worker), strict=True))
 
 
-def test_a_process_that_is_killed_leaves_no_shared_memory_behind(engine, worker):
-    """SIGKILL runs no clean-up, so from the first update on no file may be left."""
-    assert not Path("/dev/shm", worker._qerl_memory.name).exists()
-
-
-def test_a_cache_that_was_not_reset_ends_the_rollout(engine, connected, monkeypatch):
+def test_a_refused_cache_reset_ends_the_rollout(engine, connected, monkeypatch):
     async def refuses(reset_connector):
         return False
 
@@ -200,14 +169,14 @@ def test_a_cache_that_was_not_reset_ends_the_rollout(engine, connected, monkeypa
             engine.put(change)
 
 
-def test_a_new_trainer_finds_no_noise_of_the_one_before(engine, connected, worker):
+def test_a_new_trainer_finds_no_noise_of_an_earlier_one(engine, connected, worker):
     noisy = everything(worker)
     assert engine.contents().draw.sigma > 0
     connected[0]()
     assert engine.contents().draw.sigma == 0 and not all(map(torch.equal, noisy, everything(worker)))
 
 
-def test_the_secret_is_in_no_log_and_no_netrc_replaces_it(connected, caplog, monkeypatch, tmp_path):
+def test_the_secret_is_in_no_log_and_netrc_does_not_replace_it(connected, caplog, monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login somebody password else\n")
     (tmp_path / "netrc").chmod(0o600)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -219,3 +188,79 @@ def test_the_secret_is_in_no_log_and_no_netrc_replaces_it(connected, caplog, mon
     with pytest.raises(RolloutError, match="401") as refused:
         engine.contents()
     assert SECRET in str(refused.value) and KEY not in str(refused.value) + caplog.text and len(caplog.records) > 3
+
+
+def test_the_advised_command_starts_a_server_at_the_url():
+    engine = ServerEngine.__new__(ServerEngine)
+    engine.spec = EngineSpec.of(policy())
+    for url, where, place in (
+        ("http://0.0.0.0:8000", "is started by", "--host 127.0.0.1 --port 8000 "),
+        ("https://inference.example", "is started on inference.example by", "--host 0.0.0.0 --dtype"),
+    ):
+        engine.url = url
+        said, _, command = engine._advice().partition("\n")
+        assert said.endswith(where) and place in command
+
+
+# --- the comparison of weights and settings; of real engines: tests/e2e/engine/test_weights.py ---
+
+
+def answers(model, ranks: int = 1, **changed) -> list[dict]:
+    """Answers of `ranks` tensor-parallel ranks, with every matrix split by rows and the rest on each."""
+    targets = [f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj", "mlp.down_proj")]
+    settings = {"dtype": "float32", "logprobs_mode": "processed_logprobs", "max_model_len": 256, "options": {}}
+    settings |= {"batch_invariant": False, "adapter_ranks": dict.fromkeys(targets, 16)}
+    weights = {}
+    for name, parameter in model.get_base_model().named_parameters():
+        name = name.replace(".base_layer", "").removesuffix(".weight")
+        kind = "bias" if name.endswith(".bias") else "norm" if parameter.ndim == 1 else "dense"
+        kind = "embedding" if name in ("lm_head", "model.embed_tokens") else kind
+        if "lora_" not in name:
+            shards = parameter.chunk(ranks) if parameter.ndim == 2 else [parameter] * ranks
+            weights[name] = [list(summary(kind, shard)) for shard in shards]
+    return [{"weights": {n: w[rank] for n, w in weights.items()}, **settings, **changed} for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_same_model_passes_with_any_number_of_shards(ranks):
+    model = policy()
+    assert differences(EngineSpec.of(model), model, answers(model, ranks)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"dtype": "bfloat16"}, "it computes in bfloat16, the trainer in float32"),
+        ({"logprobs_mode": "raw_logprobs"}, "its log-probabilities are raw_logprobs, not processed_logprobs"),
+        ({"max_model_len": 64}, "its longest sequence is 64 tokens, the trainer's 128"),
+        ({"adapter_ranks": {}}, "no adapter buffers in model.layers.0.mlp.down_proj"),
+        ({"batch_invariant": False}, "it was started without batch-invariant kernels"),
+    ],
+)
+def test_other_settings_are_named(changed, named):
+    model = policy()
+    spec = EngineSpec.of(model, max_model_len=128, batch_invariant=True)
+    (found,) = differences(spec, model, answers(model, **{"batch_invariant": True, **changed}))
+    assert found.startswith(named)
+
+
+def test_other_weights_are_named_by_kind():
+    model, other = policy(), policy()
+    with torch.no_grad():
+        for parameter in other.get_base_model().parameters():
+            parameter.mul_(1.01)
+    reply = answers(other, 2)
+    for rank in reply:
+        rank["weights"]["model.layers.9.mlp.up_proj"] = list(WeightSummary("dense", 4, [1, 2, 3, 4]))
+    found = differences(EngineSpec.of(model), model, reply)
+    for line in (
+        "other dense weights (another checkpoint): model.layers.0.mlp.down_proj",
+        "other embedding weights (another checkpoint): model.embed_tokens",
+        "other bias weights (another checkpoint): model.layers.0.self_attn.k_proj",
+        "other norm weights (another checkpoint, or an earlier run",
+        "layers that the trainer's model does not have: model.layers.9.mlp.up_proj",
+    ):
+        assert any(each.startswith(line) for each in found), found
+    model = policy(modules_to_save=["input_layernorm"])
+    names = trainer_summaries(model, ["model.norm", "model.layers.0.input_layernorm"])
+    assert "model.norm" in names and "model.layers.0.input_layernorm" not in names, "the adapter trains it"

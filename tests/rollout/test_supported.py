@@ -1,42 +1,58 @@
-"""What no engine of this trainer can do, refused before anything is loaded."""
+"""Options that no engine of this trainer supports, refused before anything is loaded."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-from qerl_trl.rollout.supported import check_given, check_sharding
+from qerl_trl.rollout.supported import check_given, check_sharding, settle_optimizer
 from qerl_trl.support.options import check_options
+
+TURNS = ("rollout_func", "tools", "environment_factory")
 
 
 def config(**options) -> QeRLConfig:
-    options = {"use_vllm": True, **options}
-    args = QeRLConfig(output_dir="out", use_cpu=True, bf16=False, report_to=[], **options)
+    args = QeRLConfig(output_dir="out", use_cpu=True, bf16=False, report_to=[], **{"use_vllm": True, **options})
     check_options(args)
     return args
 
 
-@pytest.mark.parametrize("arm", ["full", "nf4"])
-def test_a_server_cannot_run_these_arms(arm):
-    with pytest.raises(ValueError, match=f"base_format='{arm}' with vllm_mode='server'.*vllm_mode='colocate'"):
-        config(base_format=arm, vllm_mode="server")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"base_format": "full", "vllm_mode": "server"}, "base_format='full' with .*server.*vllm_mode='colocate'"),
+        ({"base_format": "nf4", "vllm_mode": "server"}, "base_format='nf4' with .*server.*vllm_mode='colocate'"),
+        ({"base_format": "nf4", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 cannot work"),
+        ({"vllm_batch_invariant": True, "base_format": "bf16"}, "vllm_batch_invariant=True with .* cannot work"),
+        ({"vllm_batch_invariant": True, "use_vllm": False}, "vllm_batch_invariant=True with .* cannot work"),
+        ({"vllm_engine_kwargs": {"tensor_parallel_size": 2}}, "set vllm_tensor_parallel_size"),
+        ({"vllm_engine_kwargs": {"load_format": "auto"}}, "load_format='auto'.*leave it out"),
+        (
+            {"vllm_engine_kwargs": {"speculative_config": {"method": "draft_model", "model": "x"}}},
+            "into the draft",
+        ),
+    ],
+    ids=str,
+)
+def test_combinations_that_cannot_work(options, said):
+    with pytest.raises(ValueError, match=said):
+        config(**options)
+    if "vllm_engine_kwargs" in options:
+        config(**options, vllm_mode="server")  # which has no engine here
 
 
-@pytest.mark.parametrize("arm", ["nvfp4", "bf16"])
-def test_a_server_runs_these_arms(arm):
-    assert config(base_format=arm, vllm_mode="server").base_format == arm
-
-
-@pytest.mark.parametrize("options", [{"base_format": "bf16"}, {"base_format": "nf4"}, {"use_vllm": False}], ids=str)
-def test_batch_invariant_is_for_nvfp4_in_vllm(options):
-    assert config(vllm_batch_invariant=True).vllm_batch_invariant
-    with pytest.raises(ValueError, match=r"vllm_batch_invariant=True with .* cannot work"):
-        config(vllm_batch_invariant=True, **options)
-
-
-def test_bitsandbytes_weights_cannot_be_split():
-    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 cannot work"):
-        config(base_format="nf4", vllm_tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"base_format": "bf16", "vllm_mode": "server"},
+        {"vllm_batch_invariant": True},
+        {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram"}, "kv_cache_dtype": "fp8"}},
+        {"vllm_engine_kwargs": {"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 3}}},
+    ],
+    ids=str,
+)
+def test_combinations_that_work(options):
+    config(**options)
 
 
 @pytest.mark.parametrize(
@@ -51,26 +67,40 @@ def test_sharding_that_hides_the_adapter_is_refused(zero_stage, fsdp_version, na
 
 
 @pytest.mark.parametrize("arm", ["nvfp4", "full"])
-def test_sharding_that_the_engine_cannot_follow_is_refused(monkeypatch, arm):
+def test_a_trainer_refuses_sharding_before_it_loads_a_model(monkeypatch, arm):
+    def trainer(args):
+        return QeRLGRPOTrainer("/does/not/exist", lambda **_: [], args=args, train_dataset=[])
+
     args = config(base_format=arm)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     with pytest.raises(ValueError, match="ZeRO-3"):
-        QeRLGRPOTrainer("/does/not/exist", lambda **_: [], args=args, train_dataset=[])
+        trainer(args)
     if arm == "nvfp4":
-        args.use_vllm = False  # what cannot be partitioned is the base
+        args.use_vllm = False  # the base cannot be partitioned
         with pytest.raises(ValueError, match="ZeRO-3, which partitions weights"):
-            QeRLGRPOTrainer("/does/not/exist", lambda **_: [], args=args, train_dataset=[])
+            trainer(args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(ValueError, match="FSDP version 1"):
-        QeRLGRPOTrainer("/does/not/exist", lambda **_: [], args=config(base_format=arm), train_dataset=[])
+        trainer(config(base_format=arm))
 
 
-@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+def test_fsdp_replaces_an_optimizer_of_bitsandbytes(monkeypatch, caplog):
+    args = config(optim="adamw_8bit")
+    settle_optimizer(args)
+    assert args.optim.value == "adamw_8bit"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    args = config(optim="paged_adamw_8bit", use_vllm=False)
+    settle_optimizer(args)
+    assert args.optim.value == "adamw_torch_fused"
+    assert "optim='paged_adamw_8bit' is bitsandbytes'" in caplog.text
+
+
+@pytest.mark.parametrize("name", TURNS[1:])
 @pytest.mark.parametrize("option", [{"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}], ids=str)
 def test_turns_of_several_processes_with_one_engine_are_refused(name, option, monkeypatch):
-    """TRL's loop asks for as many rows as are not done yet in a process, and deals the answers out as if all had asked
-    for as many."""
+    """TRL deals the answers as if every process had asked for the same number of rows."""
     args = QeRLConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], use_vllm=True, **option)
     check_given(args, {name: [print]})
     monkeypatch.setattr(type(args), "world_size", 2)
@@ -79,24 +109,18 @@ def test_turns_of_several_processes_with_one_engine_are_refused(name, option, mo
     check_given(args, {"rollout_func": print})
 
 
-@pytest.mark.parametrize(
-    ("engine", "said"),
-    [
-        ({"tensor_parallel_size": 2}, "set vllm_tensor_parallel_size"),
-        ({"load_format": "auto"}, "load_format='auto'.*leave it out"),
-        ({"speculative_config": {"method": "draft_model", "model": "x"}}, "into the draft"),
-    ],
-    ids=str,
-)
-def test_an_engine_stays_this_trainers(engine, said):
-    with pytest.raises(ValueError, match=said):
-        config(vllm_engine_kwargs=engine)
-    config(vllm_engine_kwargs=engine, vllm_mode="server")  # which has none
-
-
-def test_an_engine_may_be_told_anything_else():
-    config(
-        vllm_engine_kwargs={"speculative_config": {"method": "ngram"}, "enforce_eager": True, "kv_cache_dtype": "fp8"}
-    )
-    config(vllm_engine_kwargs={"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 3}})
-    config(vllm_engine_kwargs={"cpu_offload_gb": 8})
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("sharding", ["FSDP", "DeepSpeed ZeRO-3"])
+def test_turns_without_an_engine_are_refused_if_weights_are_sharded(monkeypatch, name, sharding):
+    """Processes take different numbers of turns, and each forward gathers weights from all."""
+    args = config(use_vllm=False, base_format="bf16")
+    check_given(args, {name: [print]})
+    if sharding == "FSDP":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        check_given(config(), {name: [print]})
+    else:
+        args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+        check_given(args, {name: [print]})
+        args.deepspeed_plugin.zero_stage = 3
+    with pytest.raises(ValueError, match=f"{name} with use_vllm=False cannot work under {sharding}"):
+        check_given(args, {name: [print]})

@@ -1,4 +1,4 @@
-"""An update as bytes, memory that two processes share, and checksums of weights."""
+"""An update as bytes, memory shared by two processes, and checksums of weights."""
 
 import multiprocessing
 import os
@@ -13,17 +13,13 @@ from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum, check
 CPU = torch.device("cpu")
 
 
-def update():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_comes_back(dtype):
     adapter = {
         "model.layers.0.mlp.up_proj": AdapterTensors(torch.randn(3, 8), torch.randn(5, 3), 3.0),
         "model.layers.0.mlp.down_proj": AdapterTensors(torch.randn(3, 5), torch.randn(8, 3), 0.5),
     }
-    return adapter, {"model.norm": torch.randn(7)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_update_comes_back(dtype):
-    adapter, norms = update()
+    norms = {"model.norm": torch.randn(7)}
     layout = UpdateLayout.of(Update(adapter, norms), dtype)
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.pack(Update(adapter, norms), flat)
@@ -59,31 +55,26 @@ def test_another_process_of_this_user_sees_what_is_written():
     memory.data[100:] = 3
     with multiprocessing.get_context("fork").Pool(1) as other:
         assert other.apply(total_of, (memory.name,)) == 3 * 3996
-    assert path.exists()  # the other process has not removed it
+    assert path.exists(), "the other process has not removed it"
     del memory
     assert not path.exists()
 
 
-def test_only_memory_of_an_update_is_opened():
-    memory = SharedMemory(4096, CPU)
+def test_memory_that_is_no_update_or_too_large_is_an_error():
+    memory, before = SharedMemory(4096, CPU), set(os.listdir("/dev/shm"))
     assert not SharedMemory.is_here(f"qerl-{'0' * 32}") and not SharedMemory.is_here("")
     for name, size in (("../etc/passwd", 4096), (f"qerl-{'0' * 32}", 4096), (memory.name, 8192)):
         with pytest.raises((ValueError, OSError)):
             SharedMemory(size, CPU, name)
-
-
-def test_too_little_memory_is_an_error_at_once():
-    before = set(os.listdir("/dev/shm"))
     with pytest.raises(OSError):
         SharedMemory(2**50, CPU)
     assert not {name for name in os.listdir("/dev/shm") if name.startswith("qerl-")} - before
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_checksums_of_shards_add_up(dtype):
     torch.manual_seed(0)
-    tensor = torch.randint(0, 200, (64, 32)).to(dtype) / (1 if dtype == torch.uint8 else 7)
-    tensor = tensor.to(dtype)
+    tensor = (torch.randint(0, 200, (64, 32)) / (1 if dtype == torch.uint8 else 7)).to(dtype)
     whole = checksum(tensor)
     assert len(whole) == tensor.element_size()
     rows = [checksum(tensor[i : i + 16]) for i in range(0, 64, 16)]

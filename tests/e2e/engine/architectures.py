@@ -1,21 +1,16 @@
-"""What works for which architecture in vLLM: the engine's half of tests/architectures.py, on the real engine.
+"""Architectures in vLLM: the engine's half of tests/architectures.py.
 
     python -m tests.e2e.engine.architectures [NAME ...]
 
-tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json, with
-what the engine computed in.
-All of them take about ten minutes on two cores, so the tests try `REPRESENTATIVES`, and all where QERL_EXHAUSTIVE=1 is
-set. Models that see
-pictures, and Qwen3.5, need torchvision, which vLLM imports for them, and LLaVA and Mistral 3 mistral_common.
+tries all or some, each in its own process, and writes two cells and the engine's dtype into docs/architectures.json.
+All take about ten minutes on two cores, so the tests try `REPRESENTATIVES`, or all with QERL_EXHAUSTIVE=1. vLLM imports
+torchvision for multimodal models and Qwen3.5, and mistral_common for LLaVA and Mistral 3.
 
-    rollout         the engine starts on the trainer's own weights and passes the probe of the start; with an adapter
-    its greedy
+    rollout         the engine starts on the trainer's weights and passes the probe; with an adapter its greedy
                     log-probabilities are the trainer's
-    rollout noise   the probe of the noise passes; under another draw they are the trainer's under that draw, and with
-    the noise taken away
-                    they are again what they were, to the last bit
+    rollout noise   the same under noise, after its probe; without noise they have the same bits as before
 
-Models compute in float32, but for a few, so that what is left is rounding.
+Models compute in float32, except for a few, so that only rounding differs.
 """
 
 import os
@@ -36,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import get_peft_model
 
 from qerl_trl.model.lora import default_lora_config, keep_to_the_decoder, register_nvfp4_lora
@@ -48,23 +44,20 @@ from tests.commit import commit
 from tests.e2e.engine.engines import DEVICE, free_port, randomize, stub_generation
 from tests.tiny_models import make_tiny_tokenizer
 
-#: a layer fused in the checkpoint; a mapper that says what is fused, and LayerNorm; a norm of one model's own; vLLM's
-#: Transformers backend
+#: a layer fused in the checkpoint; a mapper with fused layers, and LayerNorm; a model's own norm; transformers' code
 REPRESENTATIVES = ("glm4", "stablelm", "cohere2", "smollm3")
-#: what vLLM imports torchvision for
+#: vLLM imports torchvision for them
 PICTURES = (*architectures.VISION, "qwen3_5_text", "qwen3_next")
 CELLS = {"rollout": "rollout", "rollout noise": "noise"}
 PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(3)]
 NEW = 8
 DRAW = NoiseDraw(0.05, seed=7, step=3, generation=1)
-#: what vLLM's CPU kernels compute in bfloat16 only: delta nets and state spaces; a GPU's attention computes nothing in
-#: float32
+#: bfloat16 only: delta nets and state spaces on a CPU; every attention on a GPU
 HALF = architectures.ALL if DEVICE == "cuda" else ("qwen3_5_text", "qwen3_next", "falcon_h1")
-#: what vLLM imports beside, for models that the tests' environment then leaves out
-NEEDS = dict.fromkeys(PICTURES, ("torchvision",)) | dict.fromkeys(
-    ("llava", "mistral3"), ("torchvision", "mistral_common")
-)
-#: nats: the largest difference of the log-probability of a token, and by how many times that the noise has to move one
+#: packages that vLLM imports for a model; it is left out without them
+NEEDS = dict.fromkeys(PICTURES, ("torchvision",))
+NEEDS |= dict.fromkeys(("llava", "mistral3"), ("torchvision", "mistral_common"))
+#: largest difference of a token's log-probability in nats, and the least effect of the noise in multiples of it
 TOLERANCE = {torch.float32: (2e-3, 10), torch.bfloat16: (0.2, 2)}
 SECONDS = 240
 
@@ -73,31 +66,21 @@ def dtype_of(name: str) -> torch.dtype:
     return torch.bfloat16 if name in HALF else torch.float32
 
 
-def _qwen_processor(tokenizer: Any) -> Any:
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
-
-    return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
-
-
-def _llava_processor(tokenizer: Any) -> Any:
-    from transformers import CLIPImageProcessor, LlavaProcessor
-
-    return LlavaProcessor(CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28), tokenizer, patch_size=14)
-
-
-def _pixtral_processor(tokenizer: Any) -> Any:
-    from transformers import PixtralImageProcessor, PixtralProcessor
-
-    return PixtralProcessor(PixtralImageProcessor(patch_size=14), tokenizer, patch_size=14)
-
-
-#: what vLLM reads from the model's folder although it gets no picture
-PROCESSORS = {"qwen2_5_vl": _qwen_processor, "llava": _llava_processor, "mistral3": _pixtral_processor}
+def save_processor(name: str, tokenizer: Any, folder: Path) -> None:
+    """vLLM reads a multimodal model's processor although it gets no picture."""
+    if name == "qwen2_5_vl":
+        made = transformers.Qwen2VLImageProcessor(), tokenizer, transformers.Qwen2VLVideoProcessor()
+        transformers.Qwen2_5_VLProcessor(*made).save_pretrained(folder)
+    elif name == "llava":
+        images = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
+        transformers.LlavaProcessor(images, tokenizer, patch_size=14).save_pretrained(folder)
+    elif name == "mistral3":
+        images = transformers.PixtralImageProcessor(patch_size=14)
+        transformers.PixtralProcessor(images, tokenizer, patch_size=14).save_pretrained(folder)
 
 
 class EngineTrial:
-    """One architecture in one engine. A refusal of the package at the start is raised as `Refused`, anything else as
-    it is."""
+    """One architecture in one engine. Raises `Refused` for our own refusals at the start."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.one = architectures.Trial(name, folder)
@@ -108,12 +91,10 @@ class EngineTrial:
         architectures.dense_model(self.one.name, initializer_range=0.1).save_pretrained(self.folder / "dense")
         tokenizer = make_tiny_tokenizer()
         tokenizer.save_pretrained(self.folder / "dense")
-        if self.one.name in PROCESSORS:
-            PROCESSORS[self.one.name](tokenizer).save_pretrained(self.folder / "dense")
+        save_processor(self.one.name, tokenizer, self.folder / "dense")
         self.dtype = dtype_of(self.one.name)
-        config = NVFP4Config(
-            modules_to_not_convert=self.one.left_out, compute_dtype=str(self.dtype).removeprefix("torch.")
-        )
+        compute_dtype = str(self.dtype).removeprefix("torch.")
+        config = NVFP4Config(modules_to_not_convert=self.one.left_out, compute_dtype=compute_dtype)
         model = from_pretrained(self.folder / "dense", config, model_class=self.one.auto, dtype=self.dtype).eval()
         model.to(DEVICE)
         lora = keep_to_the_decoder(default_lora_config(), model.config)
@@ -121,10 +102,9 @@ class EngineTrial:
         randomize(self.policy, scale=0.05)
         pictures = self.one.name in architectures.VISION
         engine: dict[str, Any] = {"max_num_batched_tokens": 256} | ({"language_model_only": True} if pictures else {})
+        limits = {"max_model_length": 64, "max_num_seqs": 4}
         try:
-            self.generation = stub_generation(
-                self.policy, aqn=False, engine=engine, max_model_length=64, max_num_seqs=4
-            )
+            self.generation = stub_generation(self.policy, aqn=False, engine=engine, **limits)
         except (ValueError, RolloutError) as refusal:
             raise architectures.Refused(str(refusal)) from refusal
         self.generation.sync_weights()
@@ -165,7 +145,7 @@ def _child(name: str, log: Path, pipe: Any) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ["MASTER_PORT"] = str(free_port())  # TRL would take 29500, and so would an engine beside this one
+    os.environ["MASTER_PORT"] = str(free_port())  # TRL and other engines would take 29500
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         trial = EngineTrial(name, Path(folder))
@@ -183,13 +163,8 @@ def _child(name: str, log: Path, pipe: Any) -> None:
 
 
 def cells(name: str, log: Path) -> dict[str, str]:
-    """Cell -> "works" or "refused: ...", in a process of its own: forked, so that vLLM is imported once, or with a GPU
-    started
-    anew. `log` gets its output.
-
-    Raises:
-        `RuntimeError`: it failed in any other way.
-    """
+    """Cell -> "works" or "refused: ...", from a process with its output in `log`: forked, to import vLLM once, or
+    spawned with a GPU. Raises `RuntimeError` for another failure."""
     context = multiprocessing.get_context("spawn" if DEVICE == "cuda" else "fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, log, theirs))
@@ -207,7 +182,7 @@ def cells(name: str, log: Path) -> dict[str, str]:
 
 
 def to_try(names: tuple[str, ...]) -> list[str]:
-    """Of `names`, what can be tried here: what is refused at load has nothing to roll out."""
+    """The `names` that load and have their packages here."""
     known = architectures.recorded()["architectures"]
     left_out = [name for name, needed in NEEDS.items() if not all(map(importlib.util.find_spec, needed))]
     return [name for name in names if known[name]["load"] == "works" and name not in left_out]

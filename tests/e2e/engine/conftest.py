@@ -1,7 +1,7 @@
-"""Each file here runs in a process of its own: vLLM reads its environment at import, and an engine never leaves it.
+"""Each file here runs in its own process: vLLM reads its environment at import, and an engine never leaves it.
 
-The process is forked from one that has imported vLLM, and runs pytest; what its tests reported is reported here. A file
-may set `ENVIRONMENT` (variables), `COLD` (it imports for itself) and `ALONE` (no other file of this folder runs).
+The process is forked from one that has imported vLLM, and runs pytest; its reports are passed on. A file may set
+`ENVIRONMENT` (variables), `COLD` (it imports for itself) and `ALONE` (no other file of this folder runs).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tests.warm import ROOT, Warm, run_cold
 
 HERE = Path(__file__).parent
 REPORTS = "QERL_ENGINE_REPORTS"
-#: what a test of the engine imports sooner or later
+#: imports of these tests
 IMPORTED = (
     "pytest",
     "vllm.entrypoints.llm",
@@ -37,7 +37,9 @@ IMPORTED = (
 #: files at a time: one per core of a small CI machine, or what fits a GPU
 SLOTS = 6 if torch.cuda.is_available() else 2
 _reports: dict[Path, dict[str, list]] = {}
+_outputs: dict[Path, str] = {}
 _servers: list[Warm] = []
+_config: list[pytest.Config] = []
 
 
 def pytest_collection_modifyitems(items):
@@ -72,9 +74,6 @@ def pytest_runtest_logreport(report):
             file.write(json.dumps(data) + "\n")
 
 
-_config: list[pytest.Config] = []
-
-
 def pytest_configure(config):
     _config.append(config)
 
@@ -85,43 +84,34 @@ def pytest_unconfigure():
 
 
 def missing(item) -> pytest.TestReport:
-    said = _said.get(item.path, "")
-    return pytest.TestReport(item.nodeid, item.location, {}, "failed", f"its process gave no report:\n{said}", "call")
-
-
-_said: dict[Path, str] = {}
-
-
-def path() -> str:
-    return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    said = f"its process gave no report:\n{_outputs.get(item.path, '')}"
+    return pytest.TestReport(item.nodeid, item.location, {}, "failed", said, "call")
 
 
 def of_file(item, nodeids: list[str]) -> dict[str, list]:
-    """The reports of the tests of one file, run in a process of its own."""
+    """Reports of a file's tests, from its own process."""
     module, config = item.module, item.config
     folder = Path(config._tmp_path_factory.mktemp(item.path.stem))
-    shared = config._tmp_path_factory.getbasetemp()
-    shared = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "scenarios"
-    shared.mkdir(exist_ok=True)
     reports = folder / "reports"
-    # TRL would take 29500 if that is free, and so would the engine next to this one
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # TRL would take 29500 if that is free, and so would the engine of another file
     environment = dict(os.environ) | {"TRITON_INTERPRET": "0", "MASTER_PORT": str(free_port()), REPORTS: str(reports)}
-    environment |= DEFAULTS | getattr(module, "ENVIRONMENT", {}) | {"PYTHONPATH": path()}
+    environment |= DEFAULTS | getattr(module, "ENVIRONMENT", {}) | {"PYTHONPATH": path}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
-    words = [*nodeids, "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}"]
+    command = [str(HERE / "child.py"), *nodeids, "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}"]
     alone = getattr(module, "ALONE", False) and not torch.cuda.is_available()
-    with slots(SLOTS if alone else 1, shared):
-        command = [str(HERE / "child.py"), *words]
+    locks = config._tmp_path_factory.getbasetemp()
+    locks = (locks.parent if "PYTEST_XDIST_WORKER" in os.environ else locks) / "scenarios"  # of all workers
+    locks.mkdir(exist_ok=True)
+    with slots(SLOTS if alone else 1, locks):
         if getattr(module, "COLD", False) or torch.cuda.is_available():
             done = run_cold([sys.executable, *command], ROOT, environment, TIMEOUT)
         else:
             if not _servers:
-                inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-                    "PYTHONPATH": path()
-                }
-                _servers.append(Warm(IMPORTED, DEFAULTS | inherited))
+                inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+                _servers.append(Warm(IMPORTED, DEFAULTS | inherited | {"PYTHONPATH": path}))
             done = _servers[0].run(command, ROOT, environment, TIMEOUT)
-    _said[item.path] = f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    _outputs[item.path] = f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     found: dict[str, list] = {}
     for line in reports.read_text().splitlines() if reports.exists() else []:
         report = config.hook.pytest_report_from_serializable(config=config, data=json.loads(line))
@@ -131,7 +121,7 @@ def of_file(item, nodeids: list[str]) -> dict[str, list]:
 
 @contextlib.contextmanager
 def slots(wanted: int, locks: Path) -> Iterator[None]:
-    """Hold `wanted` of the slots that all workers share; whoever wants several waits for them before anybody else."""
+    """Hold `wanted` of the slots of all workers; a request for several is served before later ones."""
     with contextlib.ExitStack() as held:
         with FileLock(locks / "queue.lock"):
             free = [FileLock(locks / f"slot{number}.lock") for number in range(SLOTS)]

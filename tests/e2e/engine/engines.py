@@ -1,18 +1,18 @@
-"""Engines, models and trainers for the tests of this folder. Importing it imports no vLLM.
+"""Engines, models and trainers for the tests of this folder, without an import of vLLM.
 
-Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5; an adapter, a noise or a
-scale that is missing moves
-them by 0.1 to 10.
+Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5; a missing adapter, noise or
+scale moves them by 0.1 to 10.
 """
 
 import functools
 import json
+import multiprocessing
 import os
+import runpy
 import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,16 +31,14 @@ from qerl_trl.nvfp4.config import NVFP4Config, load_config
 from tests.tiny_models import make_tiny_config, randomize_vectors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: the cache is small: a GiB takes a second to make and each of its blocks is visited by every sync. On a GPU it is
-#: given in bytes, because
-#: several files share the GPU and measure nothing while others come and go
-MEMORY = {"gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 256} if DEVICE == "cpu" else {
-    "gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**28,
-}  # fmt: skip
+#: a small cache: every sync visits its blocks. In bytes on a GPU, because several files share it
+MEMORY = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**28}
+if DEVICE == "cpu":
+    MEMORY = {"gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 256}
 PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(4)]
 NEW = 12
 EXACT = 1e-4
-_ALIVE = []  # a collected engine takes the process groups of all others with it
+_ALIVE = []  # garbage collection of an engine destroys the process groups of all others
 
 
 def free_port() -> int:
@@ -67,9 +65,8 @@ def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
-    ).save_pretrained(path)
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
     done.touch()
     return str(path)
 
@@ -77,11 +74,8 @@ def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
 def engine(model: str, **arguments):
     from vllm import LLM
 
-    settings = {
-        "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 0, "logprobs_mode": "processed_logprobs",
-        "enforce_eager": True, **MEMORY,
-    }  # fmt: skip
-    llm = LLM(model=model, **settings | arguments)
+    settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 0, "enforce_eager": True}
+    llm = LLM(model=model, **settings | {"logprobs_mode": "processed_logprobs"} | MEMORY | arguments)
     _ALIVE.append(llm)
     return llm
 
@@ -125,12 +119,9 @@ def packed(path: str, scale_rule: str = "rtn", dtype: str = "float32", **config)
     """The trainer's side: quantized while it loads."""
     quantization = NVFP4Config(scale_rule=scale_rule, compute_dtype=dtype, **config)
     own = load_config(path, quantization)
-    kwargs = (
-        {"config": own}
-        if getattr(own, "quantization_config", None) is not None
-        else {"quantization_config": quantization}
-    )
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+    stored = getattr(own, "quantization_config", None) is not None
+    given = {"config": own} if stored else {"quantization_config": quantization}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **given)
     return model.to(DEVICE).eval().requires_grad_(False)
 
 
@@ -163,75 +154,48 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
 
     schedule = SimpleNamespace(ever_noisy=True)
     noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0, schedule=schedule)
-    args = SimpleNamespace(
-        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, model_init_kwargs=None,
-        vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
-        base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
-        generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
-    )  # fmt: skip
-    trainer = SimpleNamespace(
-        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0),
-        rescue=lambda: "resume", train_dataset=[], eval_dataset=None, _is_vlm=False
-    )  # fmt: skip
+    options = {"aqn": aqn, "share_weights": share, "rollout_timeout": None, "rollout_probe": "refuse", "bf16": False}
+    options |= {"vllm_batch_invariant": False, "model_init_kwargs": None, "base_format": "nvfp4", "scale_rule": "rtn"}
+    options |= {"vllm_engine_kwargs": {"enforce_eager": True, **MEMORY, **(engine or {})}, "fp16": False}
+    options |= {"per_device_train_batch_size": 4, "generation_batch_size": 4, "gradient_checkpointing": False}
+    state = {"aqn": noise if aqn else None, "model": policy, "state": SimpleNamespace(global_step=0)}
+    state |= {"eos_token_ids": [], "rescue": lambda: "resume", "train_dataset": [], "eval_dataset": None}
+    trainer = SimpleNamespace(args=SimpleNamespace(**options), _is_vlm=False, **state)
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
-    generation = QeRLVLLMGeneration(
-        model=policy, accelerator=Accelerator(cpu=DEVICE == "cpu"), processing_class=None, trainer=trainer,
-        gpu_memory_utilization=MEMORY["gpu_memory_utilization"], **settings | arguments,
-    )  # fmt: skip
+    settings |= {"processing_class": None, "gpu_memory_utilization": MEMORY["gpu_memory_utilization"]}
+    accelerator = Accelerator(cpu=DEVICE == "cpu")
+    generation = QeRLVLLMGeneration(model=policy, accelerator=accelerator, trainer=trainer, **settings | arguments)
     _ALIVE.append(generation)
     return generation
 
 
-def separate_scales(source: str, target: Path) -> str:
-    """The same weights with a tensor scale of its own for v_proj and up_proj: scale bytes doubled, divisor doubled."""
+def as_mixed_modelopt(source: str, dense: str, target: Path) -> str:
+    """A compressed-tensors folder in ModelOpt's layout, with FP8 attention of the folder `dense`, and another tensor
+    scale for up_proj than for gate_proj."""
+    shutil.copytree(dense, target)  # for its tokenizer
     shutil.copytree(source, target, dirs_exist_ok=True)
-    tensors = load_file(target / "model.safetensors")
-    for name in list(tensors):
-        if name.endswith(("v_proj.weight_scale", "up_proj.weight_scale")):
-            doubled = tensors[name].float() * 0.5
-            tensors[name] = doubled.to(torch.float8_e4m3fn)
-            divisor = name.replace("weight_scale", "weight_global_scale")
-            tensors[divisor] = tensors[divisor] * 0.3  # another scale, and no power of two: other weights, on purpose
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return str(target)
-
-
-def as_modelopt(source: str, target: Path) -> str:
-    """A compressed-tensors folder in ModelOpt's layout: other names, and a tensor scale that multiplies."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    tensors = {}
-    for name, tensor in load_file(Path(source) / "model.safetensors").items():
-        if name.endswith(".weight_packed"):
-            tensors[name.replace("weight_packed", "weight")] = tensor
-        elif name.endswith(".weight_global_scale"):
-            tensors[name.replace("weight_global_scale", "weight_scale_2")] = (1.0 / tensor).reshape(())
-            tensors[name.replace("weight_global_scale", "input_scale")] = torch.tensor(0.01)
-        else:
+    stored, weights = load_file(target / "model.safetensors"), load_file(Path(dense) / "model.safetensors")
+    tensors, layers = {}, {}
+    for name, tensor in stored.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight_packed" and "self_attn" in layer:
+            weight = weights[f"{layer}.weight"].float()
+            tensors[f"{layer}.weight_scale"] = scale = weight.abs().max() / 448
+            tensors[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+            layers[layer] = {"quant_algo": "FP8"}
+        elif kind == "weight_packed":
+            tensors[f"{layer}.weight"] = tensor
+            layers[layer] = {"quant_algo": "NVFP4", "group_size": 16}
+        elif kind == "weight_global_scale" and "self_attn" not in layer:
+            divisor = tensor * 0.3 if "up_proj" in layer else tensor  # no power of two: other weights, on purpose
+            tensors[f"{layer}.weight_scale_2"] = (1.0 / divisor).reshape(())
+            tensors[f"{layer}.input_scale"] = torch.tensor(0.01)
+        elif kind == "weight" or "self_attn" not in layer or kind == "bias":
             tensors[name] = tensor
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
-    (target / "config.json").write_text(json.dumps(config))
-    return str(target)
-
-
-def as_mixed(source: str, dense: str, target: Path) -> str:
-    """A ModelOpt folder whose attention is FP8, of the weights of the folder `dense`."""
-    shutil.copytree(dense, target, dirs_exist_ok=True)  # for its tokenizer
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    tensors, weights = load_file(target / "model.safetensors"), load_file(Path(dense) / "model.safetensors")
-    layers = {}
-    for name in (key.removesuffix(".weight_scale_2") for key in list(tensors) if key.endswith(".weight_scale_2")):
-        layers[name] = {"quant_algo": "NVFP4", "group_size": 16}
-        if "self_attn" in name:
-            layers[name] = {"quant_algo": "FP8"}
-            weight = weights[f"{name}.weight"].float()
-            tensors[f"{name}.weight_scale"] = scale = weight.abs().max() / 448
-            tensors[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-            del tensors[f"{name}.weight_scale_2"]
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"]}
+    config["quantization_config"] = quantization | {"quantized_layers": layers}
     (target / "config.json").write_text(json.dumps(config))
     return str(target)
 
@@ -243,17 +207,13 @@ def trainer_of(folder: Path, model: str, trainer_class=None, peft_config=None, c
     prompts = Dataset.from_dict({"prompt": ["the quick brown fox", "what is 1 + 2", "0 1 2 3", "lazy dog"] * 8})
     given = {"train_dataset": prompts, "eval_dataset": None, "processing_class": None}
     given = {name: settings.pop(name, value) for name, value in given.items()}
-    options = {
-        "output_dir": str(folder / "run"), "per_device_train_batch_size": 8, "num_generations": 4,
-        "max_completion_length": 16,
-        "max_steps": 2, "learning_rate": 1e-2, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128,
-        "vllm_gpu_memory_utilization": MEMORY["gpu_memory_utilization"], "vllm_engine_kwargs": {"enforce_eager": True,
-        **MEMORY},
-        "bf16": False, "report_to": [], "logging_steps": 1, "use_cpu": DEVICE == "cpu", "save_strategy": "no",
-        "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"}, "disable_tqdm": True,
-        "aqn_sigma_start": 2e-2,
-        "aqn_sigma_end": 1e-2, "aqn_num_stages": 2,
-    }  # fmt: skip
+    options = {"output_dir": str(folder / "run"), "per_device_train_batch_size": 8, "num_generations": 4}
+    options |= {"max_completion_length": 16, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "bf16": False}
+    options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "use_cpu": DEVICE == "cpu"}
+    options |= {"vllm_gpu_memory_utilization": MEMORY["gpu_memory_utilization"], "report_to": [], "disable_tqdm": True}
+    options |= {"vllm_engine_kwargs": {"enforce_eager": True, **MEMORY}, "save_strategy": "no", "aqn_num_stages": 2}
+    options |= {"gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"}}
+    options |= {"aqn_sigma_start": 2e-2, "aqn_sigma_end": 1e-2}
     lora = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
     config = QeRLConfig if trainer_class is not QeRLRLOOTrainer else QeRLRLOOConfig
     trainer = (trainer_class or QeRLGRPOTrainer)(
@@ -269,7 +229,6 @@ def trainer_of(folder: Path, model: str, trainer_class=None, peft_config=None, c
 
 
 def logs_of(trainer) -> list[dict]:
-    """Of its steps."""
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
@@ -305,34 +264,43 @@ def check_sleep(folder: Path, share: bool) -> None:
     assert g.engine.asleep
 
 
+def _serve(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    os.setsid()
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for standard in (1, 2):
+        os.dup2(sys.stdout.fileno(), standard)
+    os.environ.clear()
+    os.environ.update(environment)
+    # the CPU build's own `vllm serve` looks for a distribution called vllm
+    sys.argv = ["api_server", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
 class Server:
-    """A server started with the command that `EngineSpec` prints, on a free loopback port."""
+    """A server started with the command of `EngineSpec` on a free loopback port; forked on a CPU, to import nothing."""
 
     def __init__(self, spec, folder: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        port = free_port()
+        self.url, self.log = f"http://127.0.0.1:{port}", folder / "server.log"
         vllm, serve, model, *options = shlex.split(spec.serve_command())
         assert (vllm, serve) == ("vllm", "serve")
-        # the development mode is on, for what the endpoint says to strangers who ask for it
-        environment = dict(os.environ, VLLM_SERVER_DEV_MODE="1")
+        environment = dict(os.environ, VLLM_SERVER_DEV_MODE="1")  # strangers may ask for its paths
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
             environment.pop(key, None)
-        # the CPU build's own `vllm serve` looks for a distribution called vllm
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
-        command += ["--port", str(self.port), "--enforce-eager", "--max-num-seqs", "8"]
-        command += [part for key, value in MEMORY.items() for part in ("--" + key.replace("_", "-"), str(value))]
-        self.log = folder / f"server-{self.port}.log"
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        start = "fork" if DEVICE == "cpu" else "spawn"
+        environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] = start
+        options += ["--model", model, "--port", str(port), "--enforce-eager", "--max-num-seqs", "8"]
+        options += [part for key, value in MEMORY.items() for part in ("--" + key.replace("_", "-"), str(value))]
+        serving = multiprocessing.get_context(start).Process(target=_serve, args=(options, environment, self.log))
+        serving.start()
+        self.process = serving
 
     def wait(self, seconds: float = 300) -> None:
         import requests
 
         deadline = time.time() + seconds
         while time.time() < deadline:
-            if self.process.poll() is not None:
+            if not self.process.is_alive():
                 break
             try:
                 if requests.get(self.url + "/health", timeout=2).status_code == 200:
@@ -342,20 +310,16 @@ class Server:
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.is_alive():
+                os.killpg(self.process.pid, number)
+                self.process.join(20)
 
 
 def register_once() -> None:
-    """vLLM's CPU build looks for Triton kernels to replace whenever an engine starts; the first time finds all."""
+    """vLLM's CPU build searches its Triton kernels for replacements at every engine's start: do it once."""
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
-    if hasattr(platform, "register_triton_kernel_overrides"):
-        platform.register_triton_kernel_overrides = staticmethod(
-            functools.cache(platform.register_triton_kernel_overrides)
-        )
+    platform, name = type(current_platform), "register_triton_kernel_overrides"
+    if hasattr(platform, name):
+        setattr(platform, name, staticmethod(functools.cache(getattr(platform, name))))

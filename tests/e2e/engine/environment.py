@@ -1,4 +1,4 @@
-"""What vLLM reads of the environment when it is imported, and how long these tests may take."""
+"""vLLM's environment, which it reads at import, and the time limit of these tests."""
 
 import os
 
@@ -15,7 +15,7 @@ DEFAULTS = {
     "QERL_SERVER_SECRET": "shared by the servers and trainers of these tests",
     "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention in float32 would round to tf32 on a GPU
 }
-#: whether every architecture is tried in the engine, not a few
+#: try every architecture in the engine
 EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
-#: seconds for a file; a machine that does much else needs more
+#: seconds for a file; a busy machine needs more
 TIMEOUT = 3600 if EXHAUSTIVE else int(os.environ.get("QERL_SCENARIO_TIMEOUT", "600"))

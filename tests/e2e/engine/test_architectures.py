@@ -1,4 +1,4 @@
-"""Architectures in the real engine, against the table that the documentation shows."""
+"""Architectures in the real engine, compared with the table in the documentation."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_the_table_is_true(name, tmp_path):
     assert cells(name, tmp_path / "log") == {cell: RECORDED[name][cell] for cell in CELLS if cell in RECORDED[name]}
 
 
-def test_at_least_24_roll_out_or_are_refused_with_a_reason():
+def test_at_least_24_roll_out_and_refusals_have_a_reason():
     cells = {name: [found.get(cell, "") for cell in CELLS] for name, found in RECORDED.items()}
     assert sum(found == ["works", "works"] for found in cells.values()) >= 24
     for name, found in cells.items():
@@ -24,7 +24,7 @@ def test_at_least_24_roll_out_or_are_refused_with_a_reason():
             assert found[0] and (found[1] or found[0].startswith("refused")), name
 
 
-def test_the_page_says_in_what_and_how_closely():
+def test_the_page_has_dtypes_and_tolerances():
     rollouts = table.recorded()["rollouts"]
     assert rollouts.keys() == {name for name, found in RECORDED.items() if "rollout" in found}
     for name, row in rollouts.items():

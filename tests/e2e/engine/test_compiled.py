@@ -1,4 +1,4 @@
-"""torch.compile of the whole model: what was traced must read the weights, adapters and noise, not remember them."""
+"""torch.compile of the whole model: a graph must read current weights, adapters and noise."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.e2e.engine.engines import (
     write_model,
 )
 
-#: torch is told at its import whether it compiles
+#: torch reads it at its import
 ENVIRONMENT, COLD = {"TORCHDYNAMO_DISABLE": "0"}, True
 #: in float32 the kernels' plain PyTorch path copies a table to the GPU, which no CUDA graph takes
 COMPILED = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "NONE"}}
@@ -39,12 +39,8 @@ def policy_of(arm: str, path: str):
         return adapter_on(packed(path))
     if arm == "full":
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
-        bnb_4bit_use_double_quant=True,
-    )
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, **options)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=quantization)
     policy = get_peft_model(model.to(DEVICE), LoraConfig(r=6, lora_alpha=18, target_modules="all-linear"))
     randomize(policy)

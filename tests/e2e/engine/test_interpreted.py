@@ -1,4 +1,4 @@
-"""The probe in bf16, through its rounding. The engine runs our kernels, in Triton's interpreter on a CPU."""
+"""The probe in bf16, despite its rounding. The engine runs our kernels, in Triton's interpreter on a CPU."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import torch
 from qerl_trl.rollout.engine import RolloutError
 from tests.e2e.engine.engines import adapter_on, dense, packed, stub_generation, write_model
 
-#: decided when Triton is imported
+#: Triton reads it at import
 ENVIRONMENT, COLD = {"TRITON_INTERPRET": "1"}, True
 
 

@@ -1,4 +1,4 @@
-"""One shared engine: weights, adapter updates, noise on and off, caches, the probe, and an engine that breaks."""
+"""One engine for all: shared weights, adapter updates, noise, caches, the probe, and a broken engine."""
 
 import resource
 import time
@@ -28,7 +28,7 @@ DRAW = NoiseDraw(5e-2, 7, 3, 1)
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """(policy, generation, its parameters before the start, what was compiled ahead)."""
+    """Policy, generation, the parameters before the start, and the calls of `precompile`."""
     from qerl_trl.rollout.vllm import compile_ahead
 
     policy = adapter_on(packed(write_model(tmp_path_factory.mktemp("live"))), rank=6, alpha=18)
@@ -48,32 +48,32 @@ def g(started):
     return started[1]
 
 
+def engine_of(g):
+    from qerl_trl.rollout.vllm.engine import engine_model
+
+    return engine_model(g.llm)
+
+
 def put_noise(g, draw) -> None:
     g.trainer.aqn.draw = draw
     g.sync_noise()
 
 
-def test_kernels_of_all_layers_are_compiled_at_once_before_they_run(started):
-    """N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled."""
-    (asked,) = started[3]
+def test_the_start_compiles_all_kernels_probes_and_leaves_no_trace(started):
+    policy, g, before, (asked,) = started
+    # N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled
     qkv, o = [256, 128, [128, 64, 64], 16, True, True], [128, 128, [128], 16, False, True]
     gate_up, down = [512, 128, [256, 256], 16, False, True], [128, 256, [128], 16, False, True]
     found = [[list(part) if isinstance(part, tuple) else part for part in each] for each in asked.args[0]]
     assert sorted(found) == sorted([qkv, o, gate_up, down])
     assert (sorted(asked.kwargs["norms"]), asked.kwargs["dtype"]) == ([128], torch.float32)
-
-
-def test_the_probe_agrees_and_leaves_no_trace(started, g):
-    policy, _, before, _ = started
-    found = g.probe_result
-    assert found.difference < EXACT and found.base_difference < EXACT and found.effect > 0.01
+    probe = g.probe_result
+    assert probe.difference < EXACT and probe.base_difference < EXACT and probe.effect > 0.01
     assert all(torch.equal(before[n], p) for n, p in policy.named_parameters())
 
 
 def check_shared(policy, g) -> None:
-    from qerl_trl.rollout.vllm.engine import engine_model
-
-    mine, theirs = policy.get_base_model(), engine_model(g.llm)
+    mine, theirs = policy.get_base_model(), engine_of(g)
     layers, other = mine.model.layers, theirs.model.layers
     for a, b in (
         (layers[1].self_attn.q_proj.base_layer.weight_packed, other[1].self_attn.qkv_proj.weight_packed),
@@ -85,7 +85,7 @@ def check_shared(policy, g) -> None:
         assert a.data_ptr() == b.data_ptr()
 
 
-def test_adapter_updates_reach_the_engine_whose_weights_are_the_trainers_memory(policy, g):
+def test_adapter_updates_reach_an_engine_in_the_trainers_memory(policy, g):
     check_shared(policy, g)
     buffers = [slot.layer.adapter_a.data_ptr() for slot in g.engine.state.slots.values()]
     for seed in range(1, 4):
@@ -94,11 +94,11 @@ def test_adapter_updates_reach_the_engine_whose_weights_are_the_trainers_memory(
         assert gap(policy, g.llm) < EXACT
     assert buffers == [slot.layer.adapter_a.data_ptr() for slot in g.engine.state.slots.values()]
     with policy.disable_adapter():
-        assert gap(policy, g.llm) > 0.1  # what the comparison would show without the adapter
+        assert gap(policy, g.llm) > 0.1  # as without the adapter
     check_shared(policy, g)
 
 
-def test_noise_is_the_trainers_noise_and_leaves_no_trace(policy, g):
+def test_noise_equals_the_trainers_and_sigma_zero_is_no_noise(policy, g):
     g.sync_weights()
     g.engine.reset_prefix_cache()  # with cached prefixes the prefill would have another shape
     clean = greedy(g.llm)
@@ -122,14 +122,11 @@ def test_noise_is_the_trainers_noise_and_leaves_no_trace(policy, g):
     assert clean[0] == again[0] and torch.equal(clean[1], again[1]), "sigma 0 is no noise, to the last bit"
 
 
-def test_a_stale_adapter_is_noticed(policy, g):
+def test_generate_puts_a_stale_adapter_and_syncs_do_not_grow_memory(policy, g):
     randomize(policy, 9)
     assert gap(policy, g.llm) > 0.1
     g.generate(PROMPTS, None, 1)
     assert gap(policy, g.llm) < EXACT
-
-
-def test_syncs_do_not_grow_memory(policy, g):
     for seed in range(20):
         randomize(policy, seed)
         g.sync_weights()
@@ -139,10 +136,22 @@ def test_syncs_do_not_grow_memory(policy, g):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 * 1024
 
 
-def test_a_refused_cache_reset_is_an_error(g, monkeypatch):
-    monkeypatch.setattr(g.llm, "reset_prefix_cache", lambda **_: False)
-    with pytest.raises(RolloutError, match="prefix cache"):
-        g.sync_weights()
+def test_the_probe_finds_a_wrong_engine(policy, g):
+    scale = engine_of(g).model.layers[0].mlp.down_proj.weight_global_scale
+    scale.mul_(3)
+    with pytest.raises(RolloutError, match="other weights or norms"):
+        g.run_probe()
+    scale.div_(3)
+    g.sync_weights()
+    with mock.patch.object(g.engine.state, "load_adapter", lambda adapter, norms: len(adapter)):
+        with pytest.raises(RolloutError, match="clean log-probabilities differ"):
+            g.run_probe()
+        for slot in g.engine.state.slots.values():
+            slot.b_NR.zero_()
+        with pytest.raises(RolloutError, match="the adapter acts otherwise"):
+            g.run_probe()
+    g.sync_weights()
+    assert gap(policy, g.llm) < EXACT
 
 
 def dies(*args, **kwargs):
@@ -157,3 +166,9 @@ def test_a_broken_engine_ends_the_run_with_its_cause(g, monkeypatch, broken, cau
     monkeypatch.setattr(g.trainer.args, "rollout_timeout", 0.5)
     with pytest.raises(RolloutError, match=f"{cause}.*resume"):
         g.generate(PROMPTS, None, 1)
+
+
+def test_a_refused_cache_reset_is_an_error(g, monkeypatch):
+    monkeypatch.setattr(g.llm, "reset_prefix_cache", lambda **_: False)
+    with pytest.raises(RolloutError, match="prefix cache"):
+        g.sync_weights()

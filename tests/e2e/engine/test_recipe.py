@@ -1,4 +1,4 @@
-"""A shipped recipe with its rollouts in vLLM, and its published adapter in vLLM without us."""
+"""A shipped recipe with rollouts in vLLM, and its published adapter in plain vLLM."""
 
 import json
 import runpy
@@ -41,7 +41,7 @@ def test_two_steps_with_its_rollouts_in_vllm(run):
 
 
 def test_a_published_adapter_opens_in_the_lora_slots_of_plain_vllm(run, tmp_path):
-    """On the dequantized base, in float32: what PEFT computes in transformers, vLLM computes."""
+    """On the dequantized base, in float32, with the log-probabilities of PEFT in transformers."""
     from vllm.lora.request import LoRARequest
 
     trained = load_policy(run, dtype="float32")

@@ -1,4 +1,4 @@
-"""A real server, started with the command that the spec prints."""
+"""A real server, started with the printed command."""
 
 import json
 
@@ -34,8 +34,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(path, tmp_path_factory):
-    spec = EngineSpec.of(adapter_on(packed(path)), max_model_len=256)
-    server = Server(spec, tmp_path_factory.mktemp("server"))
+    server = Server(EngineSpec.of(adapter_on(packed(path)), max_model_len=256), tmp_path_factory.mktemp("server"))
     try:
         server.wait()
         yield server
@@ -84,8 +83,8 @@ def test_steps_and_updates(trainer, g):
         assert gap(trainer) < EXACT
 
 
-def test_it_draws_again_what_it_drew(g):
-    """As in a run that is resumed, on a server that has sampled more since."""
+def test_a_resumed_run_draws_the_same(g):
+    """Although the server has sampled more since."""
     calls = dict(g._calls)
 
     def drawn() -> list[list[int]]:
@@ -116,12 +115,8 @@ def test_noise_and_a_damaged_update_and_strangers(trainer, g, server):
 def check_strangers(url: str) -> None:
     """Requests without the secret are refused, with vLLM's development mode on."""
     noise = {"method": "qerl_put", "args": ['{"update": null, "noisy": [], "draw": [0.5, 1, 2, 3]}'], "reset": False}
-    for path, body in (
-        ("/qerl/call", noise),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
-        ("/collective_rpc", noise),
-        ("/sleep", {}),
-    ):
+    bodies = {"/qerl/call": noise, "/v1/completions": {"prompt": "x", "max_tokens": 1}, "/collective_rpc": noise}
+    for path, body in {**bodies, "/sleep": {}}.items():
         assert requests.post(url + path, json=body, timeout=60).status_code == 401, path
     assert requests.get(url + "/health", timeout=60).status_code == 200
 
@@ -132,9 +127,8 @@ def test_a_server_with_other_weights_is_refused(server, path, mode, tmp_path):
         ServerEngine(server.url, EngineSpec.of(other), other, timeout=10)
     for word in ("QERL_SERVER_SECRET in its environment", "vllm serve", '"scale_rule": "four_over_six"'):
         assert word in str(refused.value)
-    with pytest.raises(
-        RuntimeError, match=r'NVFP4 there and dense in the trainer: model\.layers\.0(.|\n)*"base": "dense"'
-    ):
+    said = r'NVFP4 there and dense in the trainer: model\.layers\.0(.|\n)*"base": "dense"'
+    with pytest.raises(RuntimeError, match=said):
         trainer_of(tmp_path, path, base_format="bf16", **mode)
 
 

@@ -1,4 +1,4 @@
-"""Two processes of a trainer: an engine of both, sharded weights, a shipped recipe under FSDP 2."""
+"""Two processes of a trainer: one engine of both, sharded weights, a shipped recipe under FSDP 2."""
 
 import json
 import os
@@ -11,17 +11,17 @@ from accelerate.utils import gather_object
 
 from qerl_trl.support.names import is_sharded, set_whole
 from tests.e2e.engine.engines import DEVICE, EXACT, MEMORY, PROMPTS, gap, logs_of, randomize, trainer_of, write_model
+from tests.e2e.sharding import FSDP, as_accelerators
 from tests.ranks import on_ranks
 from tests.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
-from tests.test_sharded import FSDP, as_accelerators
 
 #: two processes that each spin on one core
 ENVIRONMENT, ALONE, TWO_DEVICES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, True, True
 
 
 def both(work) -> None:
-    """`work(rank)` in each process; nothing was raised."""
-    for segment in Path("/dev/shm").glob("-tp:*cpushm_*"):  # of an engine before, under the same names
+    """`work(rank)` in each process, without an error."""
+    for segment in Path("/dev/shm").glob("-tp:*cpushm_*"):  # of an earlier engine
         segment.unlink(missing_ok=True)
     for outcome in on_ranks(2, work, 500):
         assert outcome.answer is None, outcome
@@ -36,7 +36,7 @@ def check_steps(trainer) -> None:
 
 
 def test_one_engine_of_both_draws_the_same_tokens(tmp_path):
-    """Whatever moved the generators of the processes, as dropout or a reward model does."""
+    """Although the processes' generators differ, as after dropout or a reward model."""
     path = write_model(tmp_path)
 
     def work(rank):
@@ -56,14 +56,14 @@ def test_one_engine_of_both_draws_the_same_tokens(tmp_path):
         (drawn,) = g.llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling, use_tqdm=False)
         one, other = gather_object([list(drawn.outputs[0].token_ids)])
         assert one == other and len(set(one)) > 1
-        # the second one's own draws are its own again
+        # the second process has its own generator again
         assert gather_object([not torch.equal(before, state())]) == [True, False]
 
     both(work)
 
 
 def engine_part(llm) -> float:
-    """Share of the model's packed bytes that are in this process's engine."""
+    """Share of the model's packed bytes in this process's engine."""
     from qerl_trl.rollout.vllm.engine import engine_model
 
     model, config = engine_model(llm), llm.llm_engine.vllm_config.model_config.hf_config
@@ -74,28 +74,27 @@ def engine_part(llm) -> float:
 
 
 def random_adapter(policy, seed: int) -> None:
-    """The same in every process, which may hold a part of each parameter only."""
+    """The same in every process, on sharded parameters too."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
             set_whole(parameter, torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["an engine each", "one engine of both"])
-def test_engines_of_a_sharded_trainer(ranks, tmp_path):
-    """Built once accelerate has sharded the trainer by FSDP 2."""
+def test_one_engine_of_a_sharded_trainer(tmp_path):
+    """Built after accelerate has sharded the trainer by FSDP 2; an engine each: the recipe below."""
     path = write_model(tmp_path)
 
     def work(rank):
         os.environ |= FSDP
         as_accelerators()
-        trainer = trainer_of(tmp_path, path, per_device_train_batch_size=4, vllm_tensor_parallel_size=ranks)
+        trainer = trainer_of(tmp_path, path, per_device_train_batch_size=4, vllm_tensor_parallel_size=2)
         trainer.train()
         check_steps(trainer)
         g, policy = trainer.vllm_generation, trainer.model.eval()
         _, down, _ = next(iter(g.trained.layers.values()))
         assert is_sharded(policy) and type(down.weight).__name__ == "DTensor"
-        assert engine_part(g.llm) == 1 / ranks
+        assert engine_part(g.llm) == 0.5
         for seed in range(1, 3):
             random_adapter(policy, seed)
             g.sync_weights()
@@ -106,7 +105,7 @@ def test_engines_of_a_sharded_trainer(ranks, tmp_path):
 
 
 def test_a_recipe_under_fsdp_with_its_own_optimizer(tmp_path):
-    """Each process answers its share of the held-out problems, before and after."""
+    """With an engine in each process, and held-out problems divided between them."""
     instead = {name: value for name, value in INSTEAD.items() if name != "optim"} | {
         "model_name_or_path": write_tiny_model("qwen2.5-3b", tmp_path / "model", hidden_size=128, head_dim=32),
         "output_dir": str(tmp_path / "run"),

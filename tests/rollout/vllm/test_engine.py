@@ -1,4 +1,4 @@
-"""The engine of this process, as far as it can be seen without building one; with the real engine: tests/e2e/engine."""
+"""The engine of this process without building one; real ones: tests/e2e/engine."""
 
 from types import SimpleNamespace
 
@@ -15,8 +15,8 @@ from qerl_trl.rollout.vllm import engine
 from qerl_trl.rollout.vllm.quantization import QeRLQuantizationConfig
 
 
-def test_what_was_given_up_does_not_answer_the_next_call(monkeypatch):
-    """At ab98d3d two new prompts got the completions of two that a limit of time had ended."""
+def test_aborted_requests_do_not_answer_the_next_call(monkeypatch):
+    """Once two new prompts got the completions of two that had timed out."""
     aborted = []
     llm = engine.SharedLLM.__new__(engine.SharedLLM)
     llm._group = None
@@ -36,47 +36,42 @@ def test_what_was_given_up_does_not_answer_the_next_call(monkeypatch):
     assert aborted == [(["3", "4"], True), True] * 2
 
 
-# --- vLLM's Transformers backend gets classes of its own ---
-
-SPEC = EngineSpec("somewhere", None, "bfloat16", "nvfp4", "rtn", (), None)
-
-
-def model(name):
-    built = AutoModelForCausalLM.from_config(architectures.config_of(name))
-    built.config.architectures = [type(built).__name__]
-    return built
+# --- classes for vLLM's Transformers backend, apart from the trainer's ---
 
 
 @pytest.mark.parametrize(
     ("name", "isolates"), [("smollm3", True), ("olmo2", True), ("qwen3", False), ("stablelm", False)]
 )
-def test_only_where_vllm_has_no_class_of_its_own(name, isolates):
-    assert ("hf_overrides" in engine.isolation_arguments(model(name), SPEC, {})) == isolates
-
-
-def test_the_users_choice_of_the_backend_counts():
-    assert engine.isolation_arguments(model("qwen3"), SPEC, {"model_impl": "transformers"})
-    with pytest.raises(ValueError, match=r"hf_overrides=\{'a': 1\}.*SmolLM3ForCausalLM.*config\.json"):
-        engine.isolation_arguments(model("smollm3"), SPEC, {"hf_overrides": {"a": 1}})
+def test_only_models_without_a_class_in_vllm_are_isolated(name, isolates):
+    spec = EngineSpec("somewhere", None, "bfloat16", "nvfp4", "rtn", (), None)
+    model = AutoModelForCausalLM.from_config(architectures.config_of(name))
+    model.config.architectures = [type(model).__name__]
+    assert ("hf_overrides" in engine.isolation_arguments(model, spec, {})) == isolates
+    if isolates:
+        said = rf"hf_overrides=\{{'a': 1\}}.*{type(model).__name__}.*config\.json"
+        with pytest.raises(ValueError, match=said):
+            engine.isolation_arguments(model, spec, {"hf_overrides": {"a": 1}})
+    else:
+        assert engine.isolation_arguments(model, spec, {"model_impl": "transformers"})
 
 
 @pytest.mark.parametrize("name", ["smollm3", "gemma3"])
 def test_the_text_decoder_is_built_from_a_subclass(name):
-    mine, theirs = (AutoModel.from_config(config) for config in (architectures.config_of(name),
-    engine.isolated(architectures.config_of(name))))  # fmt: skip
-    decoder, other = mine.get_decoder(), theirs.get_decoder()
+    isolated = engine.isolated(architectures.config_of(name))
+    decoder, other = (
+        AutoModel.from_config(config).get_decoder() for config in (architectures.config_of(name), isolated)
+    )
     assert type(other) is not type(decoder) and isinstance(other, type(decoder))
     assert list(other.state_dict()) == list(decoder.state_dict())
     again = engine.isolated(engine.isolated(architectures.config_of(name)))
     assert type(AutoModel.from_config(again).get_decoder()) is type(other)
 
 
-def test_a_dense_checkpoint_says_who_quantizes_it():
-    """vLLM 0.25 to 0.30 would look for that in `hf_overrides`, and refuse a function."""
+def test_an_isolated_config_keeps_or_gets_a_quantization_config():
+    """vLLM before 0.31 would look for it in `hf_overrides`, and refuse a function."""
     config = engine.isolated(architectures.config_of("smollm3"))
-    assert (
-        QeRLQuantizationConfig.from_config(config.quantization_config).selection == QeRLQuantizationConfig().selection
-    )
+    found = QeRLQuantizationConfig.from_config(config.quantization_config)
+    assert found.selection == QeRLQuantizationConfig().selection
     packed = architectures.config_of("smollm3")
     packed.quantization_config = {"quant_method": "compressed-tensors"}
     assert engine.isolated(packed).quantization_config == {"quant_method": "compressed-tensors"}

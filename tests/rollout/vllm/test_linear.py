@@ -1,4 +1,4 @@
-"""The engine's packed layers: whose tensors they hold, and what they compute from them."""
+"""The engine's packed layers: their tensors and their products."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ N, RANK, SPLITS = 192, 16, [128, 64]
 
 
 def layer_of(K: int) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layer with an adapter, and the trainer's tensors that it was given."""
+    """A layer with an adapter, and the trainer's tensors."""
     torch.manual_seed(K)
     found = quantize(torch.randn(N, K).bfloat16())
     a, b = torch.randn(len(SPLITS) * RANK, K).bfloat16(), torch.randn(N, RANK).bfloat16()
@@ -27,28 +27,23 @@ def layer_of(K: int) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor, torch
     return layer, found.packed, found.block_scale.view(torch.uint8), found.global_scale
 
 
-@pytest.mark.parametrize("K", [896, 1152, 288, 512, 128, 272])
-def test_rows_of_scales_are_as_the_kernels_read_them(K):
-    """A copy only where a row's length is no multiple of 16 bytes and Hopper's kernels take the shape; the codes stay
-    the trainer's."""
+@pytest.mark.parametrize("K", [896, 288, 512, 128, 272])
+def test_scale_rows_are_copied_only_for_alignment(K):
+    """Where a row is no multiple of 16 bytes and Hopper's kernels take the shape; the codes stay the trainer's."""
     layer, packed, scale, _ = layer_of(K)
     copied = K in (896, 1152, 288)
     assert layer.qerl_ready and layer.weight_packed.data_ptr() == packed.data_ptr()
     assert (layer.weight_scale.data_ptr() == scale.data_ptr()) != copied
     assert layer.weight_scale.dtype == torch.uint8 and torch.equal(layer.weight_scale, scale)
     assert layer.weight_scale.stride() == ((K + 255) // 256 * 16 if copied else K // 16, 1)
-    ahead = compile_ahead._weight(
-        SimpleNamespace(output_size_per_partition=N, input_size_per_partition=K, **vars(layer))
-    )
-    assert ahead.aligned
+    sizes = {"output_size_per_partition": N, "input_size_per_partition": K}
+    assert compile_ahead._weight(SimpleNamespace(**sizes, **vars(layer))).aligned
     meta = torch.empty(N, K // 16, dtype=torch.uint8, device="meta")
-    assert ops.align_scale_rows(meta).stride() == layer.weight_scale.stride(), (
-        "what is compiled ahead is what is launched"
-    )
+    assert ops.align_scale_rows(meta).stride() == layer.weight_scale.stride(), "not the kernel compiled ahead"
 
 
 @pytest.mark.parametrize("K", [896, 512])
-def test_a_product_and_a_digest_do_not_see_where_rows_lie(K):
+def test_products_and_checksums_do_not_depend_on_alignment(K):
     layer, packed, scale, global_scale = layer_of(K)
     x = torch.randn(5, K, dtype=torch.float32)
     layer.adapter_a, layer.adapter_b = layer.adapter_a.float(), layer.adapter_b.float()
@@ -63,7 +58,7 @@ def test_a_product_and_a_digest_do_not_see_where_rows_lie(K):
 
 
 def test_a_replicated_layer_is_whole_on_every_rank():
-    """vLLM's class says the tensor-parallel size of the world, and half of an adapter was expected."""
+    """vLLM's class has the world's tensor-parallel size."""
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     from qerl_trl.rollout.engine import AdapterTensors

@@ -1,5 +1,4 @@
-"""The engine's loader: the trainer's dense layers in one storage, and vLLM's names turned back into transformers'
-names."""
+"""The engine's loader: dense layers in one storage, and transformers' names of vLLM's layers."""
 
 from types import SimpleNamespace
 
@@ -37,83 +36,62 @@ def test_a_layer_that_the_trainer_does_not_have_is_refused(monkeypatch):
 # --- names ---
 
 #: rules of vLLM's classes, 0.31
-VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual.",
-"lm_head.": "language_model.lm_head.",
-          "model.": "language_model.model."}  # fmt: skip
-TEXT_OF_VISION = {"model.language_model.": "model."}
+VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual."}
+VISION |= {"lm_head.": "language_model.lm_head.", "model.": "language_model.model."}
 DEEPSEEK_OCR = {"model.layers.": "language_model.model.layers.", "lm_head.": "language_model.lm_head.", "model.": ""}
+UP = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
     ("rules", "name", "expected"),
     [
-        ({"prefix": VISION}, "language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ({"prefix": VISION}, f"language_model.{UP}", "model.language_model.layers.0.mlp.up_proj"),
         ({"prefix": VISION}, "visual.blocks.0.attn.proj", "model.visual.blocks.0.attn.proj"),
         ({"prefix": VISION}, "language_model.lm_head", "lm_head"),
-        ({"prefix": TEXT_OF_VISION}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
-        ({"prefix": DEEPSEEK_OCR}, "language_model.model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ({"prefix": DEEPSEEK_OCR}, f"language_model.{UP}", UP),
         ({"prefix": DEEPSEEK_OCR}, "projector.layers", "model.projector.layers"),
-        ({"substr": {".self_attn.": ".attn."}}, "model.layers.0.attn.o_proj", "model.layers.0.self_attn.o_proj"),
-        ({"substr": {"A_log": "A", "mamba": "mamba.mamba"}}, "model.layers.0.mamba.mamba.in_proj",
-        "model.layers.0.mamba.in_proj"),
-        ({"suffix": {".router.gate.weight": ".gate.weight"}}, "model.layers.0.mlp.gate",
-        "model.layers.0.mlp.router.gate"),
-        ({"prefix": {"model.": "language_model.model."}, "substr": {".attention.": ".self_attn."}},
-         "language_model.model.layers.0.self_attn.dense", "model.layers.0.attention.dense"),
-        ({}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ({"substr": {".self_attn.": ".attn."}}, "layers.0.attn.o_proj", "layers.0.self_attn.o_proj"),
+        ({"substr": {"A_log": "A", "mamba": "mamba.mamba"}}, "0.mamba.mamba.in_proj", "0.mamba.in_proj"),
+        ({"suffix": {".router.gate.weight": ".gate.weight"}}, "0.mlp.gate", "0.mlp.router.gate"),
+        (
+            {"prefix": {"model.": "language_model.model."}, "substr": {".attention.": ".self_attn."}},
+            "language_model.model.layers.0.self_attn.dense",
+            "model.layers.0.attention.dense",
+        ),
+        ({}, UP, UP),
     ],
-)  # fmt: skip
+)
 def test_a_name_is_turned_back(rules, name, expected):
     renaming = Renaming()
     renaming.add(WeightsMapper(**{f"orig_to_new_{kind}": rule for kind, rule in rules.items()}))
     assert renaming.original(name) == expected
 
 
-def test_known_names_decide_between_spellings():
+def test_known_names_decide_between_spellings_and_fill_gaps():
     renaming = Renaming()
-    renaming.add(WeightsMapper(orig_to_new_prefix=TEXT_OF_VISION))
-    name, other = "model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"
-    assert renaming.original(name, {name}) == name
-    assert renaming.original(name, {other}) == other
+    renaming.add(WeightsMapper(orig_to_new_prefix={"model.language_model.": "model."}))
+    assert renaming.original(UP) == UP
+    for known in (UP, "model.language_model.layers.0.mlp.up_proj"):
+        assert renaming.original(UP, {known}) == known
+    known = {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"}
+    assert with_gap("model.layers.0.q_proj", known) == "model.layers.0.self_attn.q_proj"
+    for name in ("model.q_proj", "q_proj"):
+        assert with_gap(name, known) == name, "either could be meant"
+    assert with_gap("model.layers.0.q_proj", ()) == "model.layers.0.q_proj"
 
 
 def test_a_name_that_no_rule_gives_is_refused():
     renaming = Renaming()
     renaming.add(WeightsMapper(orig_to_new_substr={"layers": "blocks.layers"}))
-    with pytest.raises(
-        ValueError, match=r"renames its layer 'model\.layers\.0\.proj' in a way that cannot be turned back"
-    ):
+    with pytest.raises(ValueError, match=r"its layer 'model\.layers\.0\.proj' in a way that cannot be turned back"):
         renaming.original("model.layers.0.proj")
 
 
-def test_fused_layers_are_split_and_others_are_not():
-    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    assert split_fused("model.layers.0.self_attn.qkv_proj", fused) == [
-        f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
-    ]
-    assert split_fused("model.layers.0.mlp.down_proj", fused) == ["model.layers.0.mlp.down_proj"]
+def test_fused_layers_are_split_and_read_from_a_mapper():
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    assert split_fused("0.self_attn.qkv_proj", fused) == [f"0.self_attn.{part}_proj" for part in "qkv"]
+    assert split_fused("0.mlp.down_proj", fused) == ["0.mlp.down_proj"]
     assert split_fused("qkv_proj", fused) == ["q_proj", "k_proj", "v_proj"]
-
-
-def test_what_a_mapper_says_of_fused_layers():
-    rules = {
-        ".q_proj": (".qkv_proj", "q"),
-        ".k_proj": (".qkv_proj", "k"),
-        ".v_proj": (".qkv_proj", "v"),
-        ".gate_proj": (".gate_up_proj", 0),
-        ".up_proj": (".gate_up_proj", 1),
-        "experts.0.w1": ("experts.w13", 0),
-    }
-    assert stacked(WeightsMapper(orig_to_new_stacked=rules)) == {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
-    assert stacked(None) == {}
-
-
-def test_a_part_that_vllm_leaves_out_is_found_where_only_one_layer_can_be_meant():
-    known = {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"}
-    assert with_gap("model.layers.0.q_proj", known) == "model.layers.0.self_attn.q_proj"
-    assert with_gap("model.q_proj", known) == "model.q_proj"  # either
-    assert with_gap("q_proj", known) == "q_proj"
-    assert with_gap("model.layers.0.q_proj", ()) == "model.layers.0.q_proj"
+    rules = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".v_proj": (".qkv_proj", "v")}
+    rules |= {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1), "experts.0.w1": ("experts.w13", 0)}
+    assert stacked(WeightsMapper(orig_to_new_stacked=rules)) == fused and stacked(None) == {}

@@ -1,5 +1,4 @@
-"""Norms of vLLM's models that are no operators of vLLM's, made to carry noise. The rest of norm.py is tested in the
-engine (test_engine.py)."""
+"""Norms of single models of vLLM, made to carry noise. The rest of norm.py: tests/e2e/engine."""
 
 import copy
 
@@ -18,28 +17,21 @@ WIDTH = 32
 
 
 class Own(nn.Module):
-    """A model with one norm of each class, and what must stay as it is."""
+    """A model with one norm of each class, and layers that must not change."""
 
     def __init__(self):
         super().__init__()
-        self.plain_norm, self.nemotron_norm, self.cohere_norm = (
-            nn.LayerNorm(WIDTH),
-            NemotronLayerNorm1P(WIDTH),
-            CohereLayerNorm(WIDTH),
-        )
+        self.plain_norm, self.nemotron_norm = nn.LayerNorm(WIDTH), NemotronLayerNorm1P(WIDTH)
+        self.cohere_norm = CohereLayerNorm(WIDTH)
         self.head_norm, self.bare_norm = CohereLayerNorm((2, WIDTH)), nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.linear = nn.Linear(WIDTH, 2)
         for parameter in self.parameters():
             parameter.data.normal_(1.0, 0.1)
 
 
-@pytest.fixture
-def model():
+def test_norms_in_float32_compute_as_before():
     torch.manual_seed(0)
-    return Own().bfloat16()
-
-
-def test_they_compute_what_they_did_with_weights_in_float32(model):
+    model = Own().bfloat16()
     before = copy.deepcopy(model)
     make_noisy(model)
 

@@ -1,4 +1,4 @@
-"""Which vLLM is taken."""
+"""Versions of vLLM."""
 
 import tomllib
 from pathlib import Path
@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("version", [plugin.OLDEST_VLLM, "0.25.1+cu129", plugin.NEWEST_VLLM, "0.99.0"])
-def test_tested_and_newer_versions_are_taken(monkeypatch, version):
+def test_tested_and_newer_versions_pass(monkeypatch, version):
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     plugin.check_vllm()
 
 
 def test_one_window_of_versions():
-    """pyproject.toml, the plug-in, and the version that these tests run with."""
+    """In pyproject.toml, in the plug-in, and in this environment."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (vllm,) = (Requirement(line) for line in extras["vllm"] if Requirement(line).name == "vllm")
     assert {str(part) for part in vllm.specifier} == {f">={plugin.OLDEST_VLLM}", f"<={plugin.NEWEST_VLLM}"}

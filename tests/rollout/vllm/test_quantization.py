@@ -1,9 +1,6 @@
-"""Trainer and engine read the same quantization configuration the same way: which layers are packed, and what is
-refused.
+"""Trainer and engine read the same quantization configuration alike: packed layers and refusals.
 
-The trainer is asked through its transformers quantizer on a model without weights, the engine through
-`get_quant_method`, layer by layer
-and without an engine being started.
+The trainer's side is its transformers quantizer on a model without weights, the engine's is `get_quant_method`.
 """
 
 import functools
@@ -12,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 pytest.importorskip("vllm")
@@ -35,30 +30,19 @@ from tests.tiny_models import make_tiny_config
 #: of vLLM's classes; tests/nvfp4/test_architectures.py compares it with them
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 #: of vLLM's Qwen2_5_VLForConditionalGeneration, whose module needs torchvision
-QWEN_VL = WeightsMapper(
-    orig_to_new_prefix={
-        "model.language_model.": "language_model.model.",
-        "model.visual.": "visual.",
-        "lm_head.": "language_model.lm_head.",
-        "model.": "language_model.model.",
-    }
-)
-
-
-# ------------------------------------------------------------------------------------------------------------- the two
-# sides
+PREFIXES = {"model.language_model.": "language_model.model.", "model.visual.": "visual."}
+PREFIXES |= {"lm_head.": "language_model.lm_head.", "model.": "language_model.model."}
 
 
 @functools.cache
 def meta_model(kind: str):
-    """A model without weights: 12 layers, so that layer 1 is not layer 11."""
+    """A model without weights, of 12 layers: layer 1 is not layer 11. "renamed": vLLM renames its text model."""
     with torch.device("meta"):
-        if kind == "renamed":  # a text model inside another: vLLM renames its modules
-            text = make_tiny_config("qwen2").to_dict() | {
-                "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}
-            }
+        if kind == "renamed":
+            rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
             vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
-            return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+            config = {"text_config": make_tiny_config("qwen2").to_dict() | rope, "vision_config": vision}
+            return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
         odd = {"intermediate_size": 264} if kind == "odd" else {}
         return AutoModelForCausalLM.from_config(make_tiny_config("qwen2", num_hidden_layers=12, **odd))
 
@@ -77,22 +61,22 @@ def in_the_trainer(config: dict, model) -> dict[str, bool] | str:
 
 
 class Linear(LinearBase):
-    """What `get_quant_method` looks at."""
+    """Enough of a layer for `get_quant_method`."""
 
     def __init__(self, columns: int):
         torch.nn.Module.__init__(self)
         self.input_size = columns
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def engine_config():
     config = VllmConfig()
     with set_current_vllm_config(config):
         yield config
 
 
-def vllm_names(name: str, renamed: bool) -> str:
-    """transformers' layer -> vLLM's, which may fuse it and may call it otherwise."""
+def vllm_name(name: str, renamed: bool) -> str:
+    """vLLM's name of transformers' layer, which it may fuse and rename."""
     parent, _, leaf = name.rpartition(".")
     leaf = next((fused for fused, parts in FUSED.items() if leaf in parts), leaf)
     name = f"{parent}.{leaf}" if parent else leaf
@@ -106,22 +90,23 @@ def engine_side(config: dict | None, renamed: bool = False) -> QeRLQuantizationC
     built = QeRLQuantizationConfig() if config is None else QeRLQuantizationConfig.from_config(config)
     built.packed_modules_mapping = FUSED
     if renamed:
-        built.apply_vllm_mapper(QWEN_VL)
+        built.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=PREFIXES))
     return built
 
 
-def assert_they_agree(config: dict, kind: str = "plain") -> None:
+def assert_they_agree(config: dict, kind: str = "plain") -> dict[str, bool] | str:
+    """Layer by layer; returns the trainer's side."""
     model, renamed = meta_model(kind), kind == "renamed"
     trainer = in_the_trainer(config, model)
     try:
         engine = engine_side(config, renamed)
     except ValueError as error:
         assert trainer == str(error), "only the engine refuses, or in other words"
-        return
+        return trainer
     fused: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear and "visual" not in name:
-            fused.setdefault(vllm_names(name, renamed), []).append(name)
+            fused.setdefault(vllm_name(name, renamed), []).append(name)
     refusals = []
     for layer, shards in fused.items():
         columns = model.get_submodule(shards[0]).in_features
@@ -139,165 +124,75 @@ def assert_they_agree(config: dict, kind: str = "plain") -> None:
         assert trainer in refusals, "only the trainer refuses, or in other words"
     else:
         assert all("Quantize all of them or none" in refusal for refusal in refusals)
+    return trainer
 
 
-# ------------------------------------------------------------------------------------------------------------- named
-# cases
-
-
-def compressed_tensors(ignore=("lm_head",), **changes) -> dict:
+def compressed_tensors(ignore=("lm_head",), group=None, **changes) -> dict:
+    """The configuration of compressed-tensors; `group`: changes of its group of layers."""
     config = checkpoints.compressed_tensors_config(list(ignore))
-    weights = {key[8:]: changes.pop(key) for key in list(changes) if key.startswith("weights_")}
-    config["config_groups"]["group_0"]["weights"] |= weights
-    config["config_groups"]["group_0"]["targets"] = changes.pop("targets", ["Linear"])
+    config["config_groups"]["group_0"] |= {"targets": ["Linear"], **(group or {})}
     return config | changes
 
 
+def modelopt(**changes) -> dict:
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, **changes}
+
+
 W4A4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": "local"}
-ACTIVATIONS_ONLY = compressed_tensors()
-ACTIVATIONS_ONLY["config_groups"]["group_0"] |= {"weights": None, "input_activations": W4A4}
+EIGHT_BITS = {"format": "float-quantized", "targets": ["Linear"], "weights": {"num_bits": 8}}
 MIXED = compressed_tensors()
-MIXED["config_groups"]["group_1"] = {"format": "float-quantized", "targets": ["Linear"], "weights": {"num_bits": 8}}
+MIXED["config_groups"]["group_1"] = EIGHT_BITS
+REFUSED = {
+    "rotated": compressed_tensors(transform_config={"config_groups": {"R1": {}}}),
+    "blocks of 32": compressed_tensors(group={"weights": W4A4 | {"group_size": 32}}),
+    "integers": compressed_tensors(group={"weights": W4A4 | {"type": "int"}}),
+    "activations only": compressed_tensors(group={"weights": None, "input_activations": W4A4}),
+    "another format": compressed_tensors(format="pack-quantized", group={"format": "pack-quantized"}),
+    "mixed": MIXED,
+    "ignore is a word": compressed_tensors() | {"ignore": "lm_head"},
+    "modelopt blocks of 32": modelopt(group_size=32),
+    "modelopt AWQ": modelopt(quant_algo="NVFP4_AWQ"),
+    "fp8": modelopt(quant_algo="FP8"),
+    "gptq": {"quant_method": "gptq", "bits": 4},
+}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        compressed_tensors(transform_config={"config_groups": {"R1": {}}}),
-        compressed_tensors(weights_group_size=32),
-        ACTIVATIONS_ONLY,
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
-        MIXED,
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        {"quant_method": "gptq", "bits": 4},
-    ],
-    ids=["rotated", "blocks of 32", "activations only", "modelopt blocks of 32", "mixed", "fp8", "gptq"],
-)
-def test_what_the_trainer_refuses_the_engine_refuses_in_the_same_words(config):
-    assert isinstance(in_the_trainer(config, meta_model("plain")), str)
-    assert_they_agree(config)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_trainer_and_engine_refuse_in_the_same_words(kind):
+    assert isinstance(assert_they_agree(REFUSED[kind]), str)
 
 
-# ----------------------------------------------------------------------------------------------------------- any
-# configuration
-
-LINEARS = [
-    name
-    for kind in ("plain", "renamed")
-    for name, module in meta_model(kind).named_modules()
-    if type(module) is torch.nn.Linear and "visual" not in name
-]
+NAMES = ("model.layers.1.mlp.down_proj", "layers.1", "down_proj", "self_attn", "*layers.1*", "*.mlp.*", "q_proj*")
+NAMES += ("model.layers.?.mlp.down_proj", "layers.[0-1].mlp", "re:mlp", "re:.*down_proj$", "re:^model", "*", "")
+NAMES += ("re:.*layers\\.(0|11)\\..*", "no.such.layer", "Linear", "visual", "model.layers.1")
 
 
-@st.composite
-def entries(draw) -> str:
-    """What stands on ignore lists: names, parts of names, shell patterns, regular expressions, and mistakes."""
-    name = draw(st.sampled_from(LINEARS))
-    parts = name.split(".")
-    start = draw(st.integers(0, len(parts) - 1))
-    end = draw(st.integers(start + 1, len(parts)))
-    part = ".".join(parts[start:end])
-    position = draw(st.integers(0, len(name) - 1))
-    return draw(
-        st.sampled_from(
-            [
-                name, part, part, f"*{part}", f"*.{part}", f"*.{part}.*", f"{part}*",
-                name[:position] + "?" + name[position + 1 :],
-                name[:position] + "*", name.replace("0", "[0-1]"), f"re:{part}", f"re:.*{part}$", f"re:.*{part}.*",
-                f"re:^{part}",
-                "re:.*layers\\.(0|11)\\..*", "lm_head", "Linear", draw(st.sampled_from(["*", "", "no.such.layer"])),
-            ]
-        )
-    )  # fmt: skip
+@pytest.mark.parametrize("kind", ["plain", "renamed", "odd"])
+@pytest.mark.parametrize("entry", NAMES)
+def test_an_entry_of_a_list_means_the_same_layers(entry, kind):
+    """On ignore lists of both tools, and as a target."""
+    if kind == "renamed":
+        entry = entry.replace("model.layers", "model.language_model.layers")
+    for config in (
+        compressed_tensors(ignore=["lm_head", entry]),
+        compressed_tensors(group={"targets": [entry]}),
+        modelopt(exclude_modules=["lm_head", entry]),
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "ignore": [entry]}},
+    ):
+        assert_they_agree(config, kind)
 
 
-def mostly(value, *others):
-    """`value` nineteen times in twenty: with a dozen such choices half of the configurations are valid."""
-    return st.sampled_from([value] * 19 * len(others) + list(others))
+# --- options ---
 
 
-def ignore_lists():
-    return st.one_of(*[st.lists(entries(), max_size=3)] * 8, st.none(), st.just("lm_head"))
-
-
-@st.composite
-def compressed_tensors_configs(draw) -> dict:
-    groups = {}
-    for index in range(draw(mostly(1, 2, 0))):
-        weights = {
-            "num_bits": draw(mostly(4, 8)),
-            "type": draw(mostly("float", "int")),
-            "group_size": draw(mostly(16, 32, None)),
-            "strategy": draw(mostly("tensor_group", "group", "channel")),
-            "symmetric": draw(mostly(True, False)),
-        }
-        groups[f"group_{index}"] = {
-            "weights": draw(mostly(weights, None)),
-            "input_activations": draw(mostly(None, W4A4)),
-            "format": draw(mostly("nvfp4-pack-quantized", None, "float-quantized")),
-            "targets": draw(st.one_of(st.just(["Linear"]), st.lists(entries(), max_size=2), st.none())),
-        }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": draw(mostly("nvfp4-pack-quantized", "pack-quantized", "mixed-precision", None)),
-        "quantization_status": draw(mostly("compressed", None, "frozen", "initialized")),
-        "transform_config": draw(mostly(None, {}, {"config_groups": {"R1": {}}})),
-        "config_groups": draw(mostly(groups, None)),
-        "ignore": draw(
-            st.one_of(st.lists(entries(), max_size=4), st.none(), st.sampled_from([["lm_head"], "lm_head"]))
-        ),
-    }
-
-
-@st.composite
-def modelopt_configs(draw) -> dict:
-    inner = {
-        "quant_algo": draw(mostly("NVFP4", "W4A16_NVFP4", "FP8", "NVFP4_AWQ", "MIXED_PRECISION", None)),
-        "group_size": draw(mostly(16, None, 32)),
-        draw(st.sampled_from(["exclude_modules", "ignore"])): draw(
-            st.one_of(st.lists(entries(), max_size=4), st.none())
-        ),
-    }
-    if draw(st.booleans()):
-        weights = {"num_bits": draw(mostly(4, 8)), "group_size": draw(mostly(16, 32))}
-        group = {
-            "weights": draw(mostly(weights, None)),
-            "input_activations": draw(st.sampled_from([None, W4A4])),
-            "targets": draw(st.one_of(st.just(["Linear"]), st.lists(entries(), max_size=2))),
-        }
-        inner["config_groups"] = {"group_0": group}
-    if draw(st.booleans()):
-        return {"producer": {"name": "modelopt"}, "quantization": inner}
-    return {"quant_method": draw(mostly("modelopt", "gptq", None)), **inner}
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    config=st.one_of(compressed_tensors_configs(), modelopt_configs()),
-    kind=st.sampled_from(["plain", "renamed", "odd"]),
-)
-def test_trainer_and_engine_agree_layer_by_layer(config, kind):
-    assert_they_agree(config, kind)
-
-
-# ------------------------------------------------------------------------------------------------------------- options
-
-
-def test_a_dense_checkpoint_is_packed_but_for_the_head_and_the_option_ignore(engine_config):
-    engine = engine_side(None)
-    entry = ["model.layers.1"]
+def test_a_dense_checkpoint_is_packed_except_for_the_head_and_ignored_layers(engine_config):
+    engine, entry, model = engine_side(None), ["model.layers.1"], meta_model("plain")
     engine_config.additional_config = {"qerl": {"ignore": entry}}
-    model, converted = (
-        meta_model("plain"),
-        NVFP4Config(modules_to_not_convert=entry).linears_to_quantize(meta_model("plain")),
-    )
-    try:
-        for name, module in model.named_modules():
-            if type(module) is torch.nn.Linear and name.endswith(("o_proj", "down_proj", "lm_head")):
-                method = engine.get_quant_method(Linear(module.in_features), name)
-                assert (name in converted) is not isinstance(method, DenseMethod), name
-    finally:
-        engine_config.additional_config = {}
+    converted = NVFP4Config(modules_to_not_convert=entry).linears_to_quantize(model)
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and name.endswith(("o_proj", "down_proj", "lm_head")):
+            method = engine.get_quant_method(Linear(module.in_features), name)
+            assert (name in converted) is not isinstance(method, DenseMethod), name
 
 
 def test_experts_are_refused_by_name():
@@ -306,33 +201,26 @@ def test_experts_are_refused_by_name():
         engine_side(None).get_quant_method(experts, "model.layers.0.mlp.experts")
 
 
-def test_the_batch_invariant_mode_is_vllms_own(engine_config, monkeypatch):
-    """Where it is on, every layer keeps to it or is refused; rollout/server.py compares it."""
+def test_every_layer_of_the_batch_invariant_mode_has_it_or_is_refused(engine_config, monkeypatch):
     engine = engine_side(None)
     engine_config.additional_config = {"qerl": {"batch_invariant": True, "ignore": ["o_proj"]}}
-    try:
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-        packed, dense = (
-            engine.get_quant_method(Linear(64), f"model.layers.1.{name}")
-            for name in ("mlp.down_proj", "self_attn.o_proj")
-        )
-        calls = []
-        monkeypatch.setattr(qerl_nvfp4, "linear", lambda *arguments: calls.append(arguments))
-        weight = dict.fromkeys(("weight_packed", "weight_scale", "weight_global_scale", "adapter_a", "adapter_b"))
-        packed.apply(SimpleNamespace(**weight, qerl_splits=[64]), torch.zeros(1, 64))
-        names = list(inspect.signature(real_linear).parameters)
-        assert dict(zip(names, calls[0], strict=True))["batch_invariant"] is True
-        with pytest.raises(ValueError, match=r"\['model.layers.1.self_attn.o_proj'\] are not NVFP4"):
-            dense._common(SimpleNamespace(), 64, [64], torch.bfloat16)
-    finally:
-        engine_config.additional_config = {}
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    packed = engine.get_quant_method(Linear(64), "model.layers.1.mlp.down_proj")
+    dense = engine.get_quant_method(Linear(64), "model.layers.1.self_attn.o_proj")
+    calls = []
+    monkeypatch.setattr(qerl_nvfp4, "linear", lambda *arguments: calls.append(arguments))
+    weight = dict.fromkeys(("weight_packed", "weight_scale", "weight_global_scale", "adapter_a", "adapter_b"))
+    packed.apply(SimpleNamespace(**weight, qerl_splits=[64]), torch.zeros(1, 64))
+    names = list(inspect.signature(real_linear).parameters)
+    assert dict(zip(names, calls[0], strict=True))["batch_invariant"] is True
+    with pytest.raises(ValueError, match=r"\['model.layers.1.self_attn.o_proj'\] are not NVFP4"):
+        dense._common(SimpleNamespace(), 64, [64], torch.bfloat16)
 
 
-def test_a_checkpoint_is_only_taken_over_when_asked():
+@pytest.mark.parametrize(("chosen", "expected"), [(None, None), ("fp8", None), ("qerl_nvfp4", "qerl_nvfp4")])
+def test_a_checkpoint_is_taken_over_only_on_request(chosen, expected):
     checkpoint = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, None) is None
-    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, "fp8") is None
-    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, "qerl_nvfp4") == "qerl_nvfp4"
+    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, chosen) == expected
 
 
 def test_a_server_without_a_secret_ends_before_a_weight_is_read(engine_config, monkeypatch):

@@ -1,7 +1,6 @@
-"""The worker extension and the endpoint in front of a server; completions by vLLM's own route, with an engine that
-answers what it is told.
+"""The worker extension, and the endpoint in front of a server.
 
-Updates are in tests/faults/test_r4_server.py, a real server in tests/e2e/engine/test_server.py.
+Updates: tests/faults/test_r4_server.py; a real server: tests/e2e/engine/test_server.py.
 """
 
 import json
@@ -20,8 +19,8 @@ pytest.importorskip("vllm")
 from qerl_trl.rollout.vllm.worker import QeRLWorkerExtension
 
 
-def test_a_refusal_is_an_answer():
-    """An exception would end a tensor-parallel engine."""
+def test_refusals_are_answers():
+    """An exception would end a tensor-parallel engine; vLLM answers for the first of several engines only."""
     worker = QeRLWorkerExtension()
     worker.device, worker._qerl_rollout_state = torch.device("cpu"), object()
     update = {"layout": json.dumps([["norm", "x", "float32", [4]]]), "memory": f"qerl-{'0' * 32}", "checksum": ""}
@@ -34,11 +33,6 @@ def test_a_refusal_is_an_answer():
         text = json.dumps({"update": update | changed, "noisy": [], "draw": None})
         assert words in worker.qerl_put(text)["error"]
     assert "TypeError" in worker.qerl_put()["error"]
-
-
-def test_engines_side_by_side_are_refused():
-    """vLLM passes on what the first one answers: an update that another one refused was taken for applied."""
-    worker = QeRLWorkerExtension()
     worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
     assert "--data-parallel-size 2 makes 2 engines" in worker.qerl_describe("")["error"]
 
@@ -51,18 +45,14 @@ def call(method="qerl_put", args=("{}",)) -> bytes:
 
 
 @pytest.mark.parametrize("parts", [1, 7])
-def test_calls_of_the_trainer_reach_the_engine(parts):
+def test_requests_of_the_trainer_reach_vllm(parts):
     vllm = FakeVLLM()
     served = guarded(vllm)
     for method in ("qerl_contents", "qerl_put"):
         answer = ask(served, "POST", CALL, call(method), allowed(), parts)
         assert answer == (200, {"results": [{"run": "1"}], "reset": True})
     assert vllm.asked == [("qerl_contents", "{}"), ("qerl_put", "{}"), ("reset",)] and vllm.reached == []
-
-
-def test_vllms_own_paths_are_the_trainers_too():
-    vllm = FakeVLLM()
-    assert ask(guarded(vllm), "POST", "/v1/completions", b"{}", allowed())[0] == 200
+    assert ask(served, "POST", "/v1/completions", b"{}", allowed())[0] == 200
     assert vllm.reached == ["POST /v1/completions"] and vllm.bodies == [b"{}"]
 
 
