@@ -1,7 +1,7 @@
 """What works for which architecture: each at a tiny size, through the package's own doors, judged at the product.
 
 `python -m tests.architectures` tries all of them and writes docs/architectures.json, which the documentation shows. The tests
-(tests/test_architectures.py) try them again, and hold the file to this list. What rolls out in vLLM is tests/e2e/engine/architectures.py's.
+(tests/e2e/test_architectures.py) try them again, and hold the file to this list. What rolls out in vLLM is tests/e2e/engine/architectures.py's.
 
     load      a dense folder loads as NVFP4; towers, routers, small gates and the head stay dense
     forward   logits equal those of the same model dequantized, bit for bit

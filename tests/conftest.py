@@ -1,8 +1,6 @@
-"""Fixtures shared by the whole test set: tiny random checkpoints of every model family the package promises to support.
+"""Fixtures of the whole test set: tiny random checkpoints (2 layers, 0.2 M parameters) of every family, and trainers.
 
-`tiny_config(family)` builds a configuration, `tiny_model_dir(family)` writes (once per test session) a bf16 checkpoint of it and
-returns the folder. The models are random, 2 layers, about 0.2 M parameters: enough structure for names, shapes, norms and numerics,
-fast enough to build hundreds. Treat the folders as read-only: they are shared.
+The folders are shared: treat them as read-only.
 """
 
 import importlib.util
@@ -12,7 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["QERL_NVFP4_TUNED"] = "0"  # what somebody measured on this machine decides about no test
+os.environ["QERL_NVFP4_TUNED"] = "0"  # tests do not depend on measurements of this machine
 
 import pytest
 import torch
@@ -81,6 +79,28 @@ def tiny_runs(tiny_model_dir, tiny_tokenizer):
     torch.set_num_threads(1)
     yield TinyRuns(tiny_model_dir("qwen2"), tiny_tokenizer)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """`make_trainer(**options)`: a trainer of the tiny model, `tests.trainers.settings` with these options."""
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+    from tests.trainers import LORA, PROMPTS, settings, spread_reward
+
+    def make(model=None, trainer_class=QeRLGRPOTrainer, reward=spread_reward, peft_config=LORA, args=None, **options):
+        given = {name: options.pop(name, None) for name in ("eval_dataset", "callbacks")}
+        config = QeRLRLOOConfig if issubclass(trainer_class, QeRLRLOOTrainer) else QeRLConfig
+        return trainer_class(
+            model if model is not None else str(tiny_model_dir("qwen2")),
+            reward,
+            args=args if args is not None else settings(tmp_path, config, **options),
+            train_dataset=PROMPTS,
+            processing_class=tiny_tokenizer,
+            peft_config=peft_config,
+            **given,
+        )
+
+    return make
 
 
 @pytest.fixture

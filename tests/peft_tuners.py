@@ -8,7 +8,7 @@
 "equal": the same bits as on the dequantized model. "PEFT cannot: ...": it refuses the dense model too. "refused: ...": an error in words, PEFT's
 or this package's, where the dense model works.
 
-`python -m tests.peft_tuners [NAME ...]` writes docs/peft.json, which the documentation shows; tests/test_peft_tuners.py holds it to what it says.
+`python -m tests.peft_tuners [NAME ...]` writes docs/peft.json, which the documentation shows; tests/model/test_peft_tuners.py holds it to what it says.
 """
 
 import atexit

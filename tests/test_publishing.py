@@ -17,7 +17,7 @@ from qerl_trl.run import publishing
 from tests.architectures import dense_model
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere  # noqa: F401  (a fixture)
-from tests.test_trainer import PROMPTS, settings, spread_reward
+from tests.trainers import PROMPTS, settings, spread_reward
 from tests.tiny_models import make_tiny_tokenizer
 
 

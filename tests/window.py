@@ -23,7 +23,7 @@ TESTS = ("tests/test_contracts.py", "tests/e2e/engine/test_architectures.py", "t
 #: the same without vLLM: what loads, quantizes, trains, saves and publishes through transformers and the Hub's client
 WITHOUT_VLLM = (
     "tests/test_contracts.py",
-    "tests/test_architectures.py",
+    "tests/e2e/test_architectures.py",
     "tests/test_base_identity.py",
     "tests/test_trainer.py",
     "tests/test_publishing.py",

@@ -10,7 +10,7 @@ from qerl_trl.cli import main as cli
 from qerl_trl.cli import main as errors
 from qerl_trl.support.recipes import contents
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/grpo_gsm8k.py"
 OURS, LIBRARY = "qerl_trl.some", "trl.some"
 CASES = {

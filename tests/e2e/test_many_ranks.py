@@ -146,7 +146,7 @@ raise KeyError("no such column")
 def test_the_launcher_ends_all_when_one_ends(how, tmp_path):
     """By torchrun's agent, with the shipped configuration."""
     (tmp_path / "dying.py").write_text(DYING)
-    config = Path(__file__).parents[1] / "examples" / "accelerate" / "data_parallel_2.yaml"
+    config = Path(__file__).parents[2] / "examples" / "accelerate" / "data_parallel_2.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

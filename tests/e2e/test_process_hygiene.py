@@ -7,7 +7,7 @@ import sys
 import threading
 
 from qerl_trl import QeRLGRPOTrainer, from_pretrained
-from tests.test_trainer import LORA, PROMPTS, settings, spread_reward
+from tests.trainers import LORA, PROMPTS, settings, spread_reward
 
 
 def filters():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests import architectures
 from tests.shapes import tiny
-from tests.test_configs import CONFIGS, MODELS
+from tests.repo.test_configs import CONFIGS, MODELS
 from tests.tiny_models import make_tiny_tokenizer, randomize_vectors
 
 EXAMPLES = CONFIGS.parent

@@ -18,7 +18,7 @@ from qerl_trl.tasks.task import Task
 from tests.faults.tiny_runs import call
 from tests.warm import run_cold
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ("letters", "tool_call", "grid_game")
 SMALL = "--max_steps 2 --save_steps 2 --per_device_train_batch_size 16 --eval_problems 4 --lora_r 4"
 

@@ -25,7 +25,7 @@ from tests.test_sharded import TRAINING, close, logits, trained
 os.environ["DS_ACCELERATOR"] = "cpu"
 deepspeed = pytest.importorskip("deepspeed")
 
-SHIPPED = Path(__file__).parents[1] / "examples/accelerate/zero2_2.yaml"
+SHIPPED = Path(__file__).parents[2] / "examples/accelerate/zero2_2.yaml"
 #: accelerate finds gloo by itself only where it is told to use the CPU, and leaves DeepSpeed out then
 ON_CPU = {"use_cpu": False, "ddp_backend": "gloo"}
 STEPS = {"save_steps": 1, "max_steps": 2, **ON_CPU}

@@ -18,7 +18,7 @@ from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.shapes import NEWER
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: one recipe of each family
 FAMILIES = ("qwen3-8b", "llama3.1-8b", "gemma3-12b", "mistral-small-24b", "qwen3.5-9b")
 

@@ -1,6 +1,6 @@
 """Every shipped configuration, on cards of every size: it starts, or says what to change; and its header's claim is computed.
 
-`python -m tests.test_configs` writes the headers anew.
+`python -m tests.repo.test_configs` writes the headers anew.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from qerl_trl.memory.plan import CARDS, GIB, Gpu, MemoryPlan, plan_run
 from qerl_trl.memory.workload import workload_of_file
 from tests.shapes import FOURTEEN_B, NEWER, SEVEN_B, THIRTY_TWO_B, THREE_B
 
-CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 MODELS = {
     "qwen2.5-3b": THREE_B,
     "qwen2.5-7b": SEVEN_B,
@@ -152,6 +152,6 @@ def test_accelerate_reads_its_configurations(kind, processes, monkeypatch):
 
 
 def test_every_configuration_of_accelerate_is_documented():
-    page = (Path(__file__).parents[1] / "docs/source/multi_gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/source/multi_gpu.md").read_text()
     named = {f"{kind}_{n}" for kind in re.findall(r"accelerate/(\w+)_\{2,4,8\}\.yaml", page) for n in (2, 4, 8)}
     assert named == {path.stem for path in CONFIGS.with_name("accelerate").glob("*.yaml")}

@@ -13,7 +13,7 @@ from qerl_trl import QeRLConfig
 from qerl_trl.checks.learning import SignalMonitor
 from qerl_trl.rollout.mismatch import _MISSING, MismatchWatch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "source"
 PAGES = sorted(DOCS.glob("*.md"))
 ids = {"ids": lambda path: path.stem}

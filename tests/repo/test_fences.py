@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "qerl_trl"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "qerl_trl"
 MODULES = {
     "qerl_trl"
     + "".join(f".{part}" for part in file.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"): file

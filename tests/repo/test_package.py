@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 import qerl_trl
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_python(code: str) -> str:

@@ -18,9 +18,9 @@ from qerl_trl import QeRLConfig
 from qerl_trl.nvfp4.linear import has_nvfp4
 from qerl_trl.tasks.arms import ARMS
 from qerl_trl.tasks.task import TaskArguments
-from tests.test_configs import SMALL
+from tests.repo.test_configs import SMALL
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 

@@ -19,7 +19,7 @@ from qerl_trl.checks.environment import NEWEST_TESTED
 from qerl_trl.rollout.vllm.plugin import NEWEST_VLLM, OLDEST_VLLM
 from tests import extras, window
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 #: our extras whose packages TRL has in an extra of its own

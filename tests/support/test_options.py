@@ -18,9 +18,9 @@ from qerl_trl.publish.load import load_policy
 from qerl_trl.publish.outgoing import files_of
 from qerl_trl.publish.quantize import quantize_folder
 from qerl_trl.tasks import script
-from tests.test_trainer import PROMPTS, settings, spread_reward
+from tests.trainers import PROMPTS, settings, spread_reward
 
-DOCS = Path(__file__).parents[1] / "docs/source"
+DOCS = Path(__file__).parents[2] / "docs/source"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
 #: options of one trainer each
 GROUPS = {
