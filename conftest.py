@@ -27,13 +27,13 @@ LONGEST = (
     "kernels/tests/test_kernels_interpreter.py",
     "kernels/tests/test_kernels_precompile.py",
     "tests/faults/test_r4_rollout.py",
-    "tests/test_example.py",
-    "tests/test_small_examples.py",
-    "tests/test_recipes.py",
+    "tests/e2e/test_example.py",
+    "tests/e2e/test_small_examples.py",
+    "tests/e2e/test_recipes.py",
     "tests/test_notebooks.py",
     "tests/test_your_task.py",
     "tests/update/test_compiled.py",
-    "tests/test_architectures.py",
+    "tests/e2e/test_architectures.py",
     "tests/test_trainer.py",
 )
 
