@@ -1,4 +1,4 @@
-"""The documentation is built, its links are followed, its code compiles, and what it quotes stands in the source."""
+"""The documentation: it builds, its links lead somewhere, its code compiles, its quotes are in the source."""
 
 import dataclasses
 import re
@@ -75,9 +75,7 @@ def test_options_exist():
 
 def test_messages_in_troubleshooting_are_the_real_ones():
     source = " ".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    source = re.sub(
-        r'"\s*f?"', "", re.sub(r"\{[^{}]*\}", "...", source)
-    )  # f-strings over several lines, their values left out
+    source = re.sub(r'"\s*f?"', "", re.sub(r"\{[^{}]*\}", "...", source))  # f-strings without their values
     quoted = re.findall(r"^\| (`[^|]*`) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     messages = [text for cell in quoted for text in re.findall(r"`([^`]+)`", cell)]
     assert len(messages) >= 10
@@ -128,7 +126,7 @@ def test_what_upstream_is_asked_for_names_tests_that_are_there():
 
 
 def test_what_shows_a_promise_is_there():
-    """Each row once, with its state; the tests it names are tests, its files are files (its links: above)."""
+    """Each row once, with its state; its tests and files exist."""
     rows = re.findall(r"^\| (E\d+) \| (.*) \| (.*?) \| ([^|]*) \|$", (DOCS / "promises.md").read_text(), re.MULTILINE)
     assert [number for number, *_ in rows] == [f"E{i}" for i in range(1, 37)]
     for number, _, shown, state in rows:
