@@ -1,4 +1,4 @@
-"""What docs/source/compatibility.md says other code makes of a packed model, where no other test does."""
+"""Other code with a packed model, as in docs/source/compatibility.md."""
 
 import datasets
 import peft
@@ -11,16 +11,8 @@ from qerl_trl import NVFP4Config, from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
 
 LORA = {"r": 4, "target_modules": "all-linear"}
-OPTIONS = {
-    "max_steps": 1,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-2,
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "save_strategy": "no",
-    "max_length": 32,
-}
+OPTIONS = {"max_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True, "bf16": False}
+OPTIONS |= {"report_to": [], "save_strategy": "no", "max_length": 32}
 PAIRS = datasets.Dataset.from_dict({"prompt": ["a", "b"], "chosen": ["yes", "yes"], "rejected": ["no", "no"]})
 
 
@@ -33,7 +25,7 @@ def base(tiny_model_dir, tiny_tokenizer, tmp_path):
     return folder
 
 
-def test_parameters_are_counted_as_they_are_stored(base):
+def test_stored_parameters_are_counted(base):
     model = from_pretrained(base)
     dense = AutoModelForCausalLM.from_config(model.config)
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
@@ -50,49 +42,29 @@ def test_pefts_preparation_leaves_checkpointing_off(base):
     assert model.is_gradient_checkpointing
 
 
-def _sft(model, tokenizer, folder):
-    data = datasets.Dataset.from_dict({"text": ["one two", "two three"]})
-    args = trl.SFTConfig(output_dir=str(folder), **OPTIONS)
-    return trl.SFTTrainer(
-        model, args, train_dataset=data, processing_class=tokenizer, peft_config=peft.LoraConfig(**LORA)
-    )
-
-
-def _dpo(model, tokenizer, folder):
-    args = trl.DPOConfig(output_dir=str(folder), **OPTIONS)
-    return trl.DPOTrainer(
-        model, args=args, train_dataset=PAIRS, processing_class=tokenizer, peft_config=peft.LoraConfig(**LORA)
-    )
-
-
-def _reward(model, tokenizer, folder):
-    args = trl.RewardConfig(output_dir=str(folder), **OPTIONS)
-    lora = peft.LoraConfig(**LORA, task_type="SEQ_CLS", modules_to_save=["score"])
-    return trl.RewardTrainer(model, args=args, train_dataset=PAIRS, processing_class=tokenizer, peft_config=lora)
+def stock_trainer(kind, model, tokenizer, folder):
+    args = getattr(trl, f"{kind}Config")(output_dir=str(folder), **OPTIONS)
+    head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if kind == "Reward" else {}
+    data = datasets.Dataset.from_dict({"text": ["one two", "two three"]}) if kind == "SFT" else PAIRS
+    given = {"args": args, "train_dataset": data, "processing_class": tokenizer}
+    return getattr(trl, f"{kind}Trainer")(model, **given, peft_config=peft.LoraConfig(**LORA, **head))
 
 
 def test_a_saved_folder_by_name_is_refused_by_peft(base, tiny_tokenizer, tmp_path):
     with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
-        _sft(str(base), tiny_tokenizer, tmp_path / "out")
+        stock_trainer("SFT", str(base), tiny_tokenizer, tmp_path / "out")
 
 
-@pytest.mark.parametrize("make", [_sft, _dpo, _reward], ids=["sft", "dpo", "reward"])
-def test_stock_trainers_train_an_adapter_on_a_loaded_base(make, base, tiny_tokenizer, tmp_path):
-    kind = {"model_class": AutoModelForSequenceClassification, "num_labels": 1} if make is _reward else {}
+@pytest.mark.parametrize("trainer", ["SFT", "DPO", "Reward"])
+def test_stock_trainers_train_an_adapter_on_a_loaded_base(trainer, base, tiny_tokenizer, tmp_path):
+    kind = {"model_class": AutoModelForSequenceClassification, "num_labels": 1} if trainer == "Reward" else {}
     model = from_pretrained(base, **kind)
     packed = {n: p.clone() for n, p in model.named_parameters() if n.endswith("weight_packed")}
-    trainer = make(model, tiny_tokenizer, tmp_path / "out")
+    trainer = stock_trainer(trainer, model, tiny_tokenizer, tmp_path / "out")
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     assert any("lora_B" in name for name in before)
     trainer.train()
     after = dict(trainer.model.named_parameters())
     assert all(not torch.equal(after[name], value) for name, value in before.items() if "lora_B" in name)
-    assert packed and all(
-        torch.equal(model.get_parameter(_inside(model, name)), value) for name, value in packed.items()
-    )
-
-
-def _inside(model, name: str) -> str:
-    """The parameter's name once PEFT has put the layer into its own."""
-    path, _, leaf = name.rpartition(".")
-    return f"{path}.base_layer.{leaf}" if hasattr(model.get_submodule(path), "base_layer") else name
+    stored = {name.replace(".base_layer", ""): value for name, value in model.named_parameters()}
+    assert packed and all(torch.equal(stored[name], value) for name, value in packed.items())
