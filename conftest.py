@@ -1,7 +1,7 @@
-"""Loaded before every other conftest: without a GPU, Triton's kernels run in its interpreter, which is decided when it is imported.
+"""Loaded before every other conftest: without a GPU, Triton's kernels run in its interpreter, set before its import.
 
-The files that take longest come first, so that with several workers (`make test`) none of them is left alone with one at the end. And what was
-imported by then is no garbage: accelerate collects whenever a training starts, which would look at half a second's worth of modules each time.
+The longest files come first, so that no worker (`make test`) is left alone with one at the end. Imported modules are no
+garbage: accelerate collects at the start of each training, which would take half a second.
 """
 
 import gc
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent
-#: files that take more than half a minute of a core, those that wait for engines in processes of their own before the others
+#: files of more than half a minute of a core, those with engines in processes of their own first
 LONGEST = (
     "tests/e2e/engine/test_training.py",
     "tests/e2e/engine/test_weights.py",

@@ -15,7 +15,7 @@ from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretraine
 from qerl_trl.checkpoint import settings as identity
 from qerl_trl.checkpoint.fingerprint import base_config
 from qerl_trl.publish.quantize import quantize_folder
-from tests.trainers import LORA, PROMPTS, settings, spread_reward
+from tests.trainers import PROMPTS
 
 
 def test_every_recorded_name_is_an_argument_and_has_a_type():

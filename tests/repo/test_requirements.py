@@ -166,7 +166,7 @@ def test_no_constraint_names_a_place():
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_texts_name_vllm_versions_that_are_supported(path):
+def test_texts_name_supported_vllm_versions(path):
     """One that names a range names the range of the extra `vllm`."""
     text = path.read_text()
     for version in re.findall(r"vllm *[=<>~]* *v?(\d+\.\d+(?:\.\d+)*)", text, re.IGNORECASE):
