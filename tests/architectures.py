@@ -45,7 +45,7 @@ _COMMON = {
     "pad_token_id": 0, "dtype": "bfloat16",
 }  # fmt: skip
 _DELTA_NET = {
-    "hidden_size": 256,  # not a head's size: the norm of a delta net's heads is before a linear layer too, without noise
+    "hidden_size": 256,  # not a head's size: no noise on the norm of a delta net's heads
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip

@@ -34,7 +34,7 @@ def tiny_config() -> Callable[..., PretrainedConfig]:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Callable[..., Path]:
-    """`tiny_model_dir(family, **overrides)`: folder with a bf16 safetensors checkpoint, written once per session, read-only."""
+    """`tiny_model_dir(family, **overrides)`: folder with a bf16 checkpoint, written once per session, read-only."""
     written: dict[tuple, Path] = {}
 
     def write(family: str, **overrides) -> Path:
@@ -56,7 +56,7 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="session")
 def packed_model_dir(tmp_path_factory) -> Callable[..., Path]:
-    """`packed_model_dir(layout, family="qwen2", shared_scales=True)`: folder with an NVFP4 checkpoint that we did not write."""
+    """`packed_model_dir(layout, family="qwen2", shared_scales=True)`: folder with another package's NVFP4 checkpoint."""
     pytest.importorskip("compressed_tensors")
     written: dict[tuple, Path] = {}
 
@@ -114,7 +114,7 @@ def engine_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def warm_training():
-    """A `Warm` server for scripts that train on the CPU. In tests of several starts of one script the first still imports for itself."""
+    """A `Warm` server for scripts that train on the CPU."""
     server = Warm(TRAINING, {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"})
     yield server
     server.close()

@@ -1,9 +1,9 @@
 """Fifty defects planted in the package one at a time: which of them do the tests find?
 
-    python -m tests.planted_defects [NUMBER ..] --commit X    # in a worktree of X; the result goes into planted_defects.json
+    python -m tests.planted_defects [NUMBER ..] --commit X    # in a worktree of X; results into planted_defects.json
 
-They were drawn by seed before the package was halved (the drawing is in this file's first version). A defect is known by
-its function and its line, or "now": what its line became. "found": by commit, the test that fails with the defect only.
+They were drawn by seed before the package was halved (see the first version of this file). A defect has a function and
+a line, or in "now" its line of today. "found": by commit, the test that fails with the defect only.
 """
 
 import argparse

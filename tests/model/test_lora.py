@@ -26,6 +26,11 @@ def quantized(tiny_model_dir, family="qwen2", **kwargs):
     )
 
 
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
 def adapted(model, **kwargs):
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **kwargs})
     torch.manual_seed(0)
@@ -75,41 +80,34 @@ def test_adapter_folder_loads_in_plain_peft(tiny_model_dir, tmp_path, variant):
     assert "custom" not in (tmp_path / "adapter_config.json").read_text()
     stock = PeftModel.from_pretrained(quantized(tiny_model_dir).dequantize(), tmp_path).eval()
     ours = load_adapter(quantized(tiny_model_dir), tmp_path).eval()
-    with torch.no_grad():
-        expected = model(IDS).logits
-        torch.testing.assert_close(ours(IDS).logits, expected, rtol=0, atol=0)
-        torch.testing.assert_close(stock(IDS).logits, expected, rtol=0, atol=0)
+    assert torch.equal(logits(ours), logits(model)) and torch.equal(logits(stock), logits(model))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merge_is_the_trained_policy_and_unmerge_is_exact(tiny_model_dir, variant):
     model = adapted(quantized(tiny_model_dir, compute_dtype="float32"), **VARIANTS[variant]).eval()
-    with torch.no_grad():
-        before = model(IDS).logits
-        model.merge_adapter()
-        torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-4)
-        assert not any(isinstance(layer.get_base_layer(), NVFP4Linear) for layer in adapted_layers(model).values())
-        model.unmerge_adapter()
-        assert torch.equal(model(IDS).logits, before)
+    before = logits(model)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    assert not any(isinstance(layer.get_base_layer(), NVFP4Linear) for layer in adapted_layers(model).values())
+    model.unmerge_adapter()
+    assert torch.equal(logits(model), before)
     assert all(isinstance(layer.get_base_layer(), NVFP4Linear) for layer in adapted_layers(model).values())
 
 
 def test_merge_and_unload_gives_a_plain_dense_model(tiny_model_dir, tmp_path):
     model = adapted(quantized(tiny_model_dir, compute_dtype="float32")).eval()
-    with torch.no_grad():
-        before = model(IDS).logits
+    before = logits(model)
     merged = model.merge_and_unload()
     assert not any("packed" in name or "lora" in name for name in merged.state_dict())
-    with torch.no_grad():
-        after = merged(IDS).logits
+    after = logits(merged)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
     with pytest.raises(RuntimeError, match=r"model\.dequantize\(\) first"):
         merged.save_pretrained(tmp_path / "torn")
     merged.dequantize()
     merged.save_pretrained(tmp_path / "whole")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
-    with torch.no_grad():
-        assert torch.equal(stock(IDS).logits, after)
+    assert torch.equal(logits(stock), after)
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
@@ -143,9 +141,7 @@ def test_default_adapter():
 
 
 def test_an_adapter_that_cannot_train_is_refused(tiny_model_dir, tmp_path):
-    model = adapted(quantized(tiny_model_dir))
-    check_adapter(model)
-    model.save_pretrained(tmp_path)
+    adapted(quantized(tiny_model_dir)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is_trainable=True"):
         check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path))
     check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path, is_trainable=True))

@@ -105,7 +105,7 @@ def test_a_longer_run_resumes_and_other_settings_only_if_allowed(make_trainer, t
 
 
 def test_evaluations_do_not_change_the_trajectory(make_trainer, tmp_path):
-    """The checkpoint of an epoch's last step is written before its evaluation, which samples from the same generator."""
+    """An epoch's last checkpoint is written before its evaluation, which samples from the same generator."""
     options = {"max_steps": 10, **STEPS, "save_steps": 8, "eval_dataset": PROMPTS.select(range(4))}
     whole = make_trainer(**options, eval_strategy="epoch")
     whole.train()
