@@ -56,7 +56,7 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="session")
 def packed_model_dir(tmp_path_factory) -> Callable[..., Path]:
-    """`packed_model_dir(layout, family="qwen2", shared_scales=True)`: folder with another package's NVFP4 checkpoint."""
+    """`packed_model_dir(layout, family="qwen2", shared_scales=True)`: folder with a foreign NVFP4 checkpoint."""
     pytest.importorskip("compressed_tensors")
     written: dict[tuple, Path] = {}
 

@@ -34,7 +34,9 @@ WITHOUT_VLLM = (
 )
 #: test -> reason of a known failure
 KNOWN: dict[str, str] = {
-    "tests/nvfp4/test_quantizer.py::test_transformers_own_adapters_are_saved_alone": "transformers 5.24 needs PEFT 0.22",
+    "tests/nvfp4/test_quantizer.py::test_transformers_own_adapters_are_saved_alone": (
+        "transformers 5.24 needs PEFT 0.22"
+    ),
 }
 
 

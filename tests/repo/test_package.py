@@ -48,7 +48,7 @@ def test_every_import_is_of_a_declared_dependency():
 
 
 def test_an_unused_import_changes_nothing():
-    """The import registers no quantizer and rebinds nothing in transformers or TRL; building a trainer only meanwhile."""
+    """The import registers and rebinds nothing in transformers or TRL; building a trainer only meanwhile."""
     code = """
 from transformers.quantizers import auto
 import trl.trainer.grpo_trainer as grpo

@@ -122,7 +122,7 @@ def test_the_oldest_constraints_are_our_lower_bounds():
 
 
 def test_the_window_of_versions_was_run_from_end_to_end():
-    """On the oldest releases, a vLLM between those and the lock's (of `make test`), and the newest, which no vLLM takes."""
+    """On the oldest releases, a vLLM between those and the lock's, and the newest, which no vLLM takes."""
     ran = window.recorded()
     assert all(row["passed"] and set(row["failed"]) <= set(window.KNOWN) for row in ran.values())
     versions = {name: {p: Version(v) for p, v in row["versions"].items()} for name, row in ran.items()}

@@ -45,9 +45,10 @@ GROUPS = {
     },
     "logging": {
         "run_name": "a run", "project": "a project", "log_completions": True, "trackio_space_id": "a/space",
-        "num_completions_to_print": 0, "skip_memory_metrics": False, "save_only_model": True, "save_strategy": "epoch", "loss_type": "cispo",
-        "epsilon_high": 5.0, "vllm_mode": "server", "vllm_enable_sleep_mode": True, "vllm_max_model_length": 64,
-        "vllm_structured_outputs_regex": "a+", "vllm_server_base_url": "http://localhost:1",
+        "num_completions_to_print": 0, "skip_memory_metrics": False, "save_only_model": True,
+        "save_strategy": "epoch", "loss_type": "cispo", "epsilon_high": 5.0, "vllm_mode": "server",
+        "vllm_enable_sleep_mode": True, "vllm_max_model_length": 64, "vllm_structured_outputs_regex": "a+",
+        "vllm_server_base_url": "http://localhost:1",
         "vllm_server_timeout": 1.0, "vllm_gpu_memory_utilization": 0.2,
     },
     "data": {
