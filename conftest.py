@@ -35,6 +35,7 @@ LONGEST = (
     "tests/update/test_compiled.py",
     "tests/e2e/test_architectures.py",
     "tests/test_trainer.py",
+    "tests/run/test_resume.py",
 )
 
 if not torch.cuda.is_available():

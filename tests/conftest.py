@@ -105,7 +105,7 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
 
 @pytest.fixture
 def engine_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
-    """`engine_trainer(**options)`: a trainer whose vLLM is the stand-in of tests/faults/stand_in.py."""
+    """`engine_trainer(**options)`: a trainer with the stand-in for vLLM (tests/faults/stand_in.py)."""
     from tests.faults.stand_in import trainers
 
     model = tiny_model_dir("qwen2", initializer_range=0.1)  # layers of 128 that matter as much as wide ones
@@ -141,7 +141,7 @@ def server(monkeypatch, tmp_path):
 
     stand_in = StandInHub()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the stand-in knows LFS only
     monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
     template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

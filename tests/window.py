@@ -35,7 +35,7 @@ WITHOUT_VLLM = (
 #: test -> reason of a known failure
 KNOWN: dict[str, str] = {
     "tests/nvfp4/test_quantizer.py::test_transformers_own_adapters_are_saved_alone": (
-        "transformers 5.24 needs PEFT 0.22"
+        "add_adapter of transformers 5.24 wants PEFT 0.22"
     ),
 }
 

@@ -27,7 +27,7 @@ CASES = {
 
 
 def raised(modules: list[str], statement: str) -> BaseException:
-    """The error of a statement in the last of `modules`, each of which calls the next."""
+    """The error of a statement in the last of `modules`; each calls the next."""
     call = None
     for name in reversed(modules):
         inside = {"__name__": name, "following": call}

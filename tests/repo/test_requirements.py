@@ -21,7 +21,7 @@ from tests import extras, window
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-#: our extras whose packages TRL has in an extra of its own
+#: our extra -> TRL's with the same packages
 TRLS = {"vllm": "vllm", "bnb": "quantization", "math": "math-verify"}
 TEXTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/CARD.md")),

@@ -193,7 +193,7 @@ def test_adapters_of_peft_are_trained_saved_and_merged(make, tmp_path, base_form
     wanted = logits_of(trainer.model)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
     effect = (wanted - first).abs().max().item()
-    for model in (load_policy(tmp_path / "run").model, merged):  # of which the latter is rounded to bf16
+    for model in (load_policy(tmp_path / "run").model, merged):  # `merged` is rounded to bf16
         assert (logits_of(model) - wanted).abs().max().item() < 0.1 * effect
 
 
