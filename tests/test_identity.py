@@ -15,7 +15,7 @@ from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretraine
 from qerl_trl.checkpoint import settings as identity
 from qerl_trl.checkpoint.fingerprint import base_config
 from qerl_trl.publish.quantize import quantize_folder
-from tests.test_trainer import LORA, PROMPTS, make_trainer, settings, spread_reward  # noqa: F401  (a fixture)
+from tests.trainers import PROMPTS
 
 
 def test_every_recorded_name_is_an_argument_and_has_a_type():
@@ -25,7 +25,7 @@ def test_every_recorded_name_is_an_argument_and_has_a_type():
     assert set(identity.RecordedArguments.__annotations__) <= set(identity.RunSettings.__annotations__)
 
 
-def test_settings_of_a_run(make_trainer, tiny_model_dir):  # noqa: F811
+def test_settings_of_a_run(make_trainer, tiny_model_dir):
     found = identity.run_settings(make_trainer(seed=7))
     assert set(found) <= set(identity.RunSettings.__annotations__)
     assert (found["trainer"], found["seed"], found["base_format"], found["dtype"]) == ("GRPO", 7, "nvfp4", "float32")
@@ -37,7 +37,7 @@ def test_settings_of_a_run(make_trainer, tiny_model_dir):  # noqa: F811
     assert identity.run_settings(make_trainer(trainer_class=QeRLRLOOTrainer))["trainer"] == "RLOO"
 
 
-def test_a_user_s_trainer_keeps_its_name(make_trainer):  # noqa: F811
+def test_a_user_s_trainer_keeps_its_name(make_trainer):
     class Mine(QeRLRLOOTrainer):
         _name = "Mine"
 
@@ -66,14 +66,14 @@ def other_reward(completions, **kwargs):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_decides_the_trajectory_refuses(make_trainer, changed, line):  # noqa: F811
+def test_what_decides_the_trajectory_refuses(make_trainer, changed, line):
     then = json.loads(json.dumps(identity.run_settings(make_trainer())))
     now = identity.run_settings(make_trainer(**changed))
     assert identity.differences(then, now) == ([line], [])
     assert then["settings_sha256"] != now["settings_sha256"]
 
 
-def test_what_does_not_decide_it_is_no_difference(make_trainer, tmp_path):  # noqa: F811
+def test_what_does_not_decide_it_is_no_difference(make_trainer, tmp_path):
     then = identity.run_settings(make_trainer())
     incidental = {
         "logging_steps": 5,
@@ -91,7 +91,7 @@ def test_what_does_not_decide_it_is_no_difference(make_trainer, tmp_path):  # no
     assert longer["settings_sha256"] == then["settings_sha256"]
 
 
-def test_a_record_of_no_run_is_compared_in_what_it_has(make_trainer):  # noqa: F811
+def test_a_record_of_no_run_is_compared_in_what_it_has(make_trainer):
     now = identity.run_settings(make_trainer())
     assert identity.differences({"seed": 3, "model": now["model"]}, now) == ([], [])
     assert identity.differences({"seed": 4}, now) == (["seed: 4 then, 3 now"], [])
@@ -106,7 +106,7 @@ def test_a_record_of_no_run_is_compared_in_what_it_has(make_trainer):  # noqa: F
     ],
     ids=str,
 )
-def test_what_makes_another_sampler_is_a_setting(make_trainer, free, counts):  # noqa: F811
+def test_what_makes_another_sampler_is_a_setting(make_trainer, free, counts):
     """Memory, placement and graphs of an engine are none."""
     then, now = identity.run_settings(make_trainer()), identity.run_settings(make_trainer(**free))
     found = identity.differences(then, now)
@@ -115,7 +115,7 @@ def test_what_makes_another_sampler_is_a_setting(make_trainer, free, counts):  #
         assert "enforce_eager" not in found.refused[0] and found.refused[0].startswith(next(iter(free)))
 
 
-def test_a_tokenizer_is_compared(make_trainer):  # noqa: F811
+def test_a_tokenizer_is_compared(make_trainer):
     then, trainer = json.loads(json.dumps(identity.run_settings(make_trainer()))), make_trainer()
     trainer.processing_class = copy.deepcopy(trainer.processing_class)
     trainer.processing_class.add_tokens(["<think>"])
@@ -136,7 +136,7 @@ def test_a_base_has_one_configuration_in_every_form(family, tiny_model_dir, tmp_
     assert found == base_config(from_pretrained(folder)) == base_config(from_pretrained(tmp_path / "packed"))
 
 
-def test_the_base_is_known_by_its_content(make_trainer, tiny_model_dir, tmp_path):  # noqa: F811
+def test_the_base_is_known_by_its_content(make_trainer, tiny_model_dir, tmp_path):
     then = json.loads(json.dumps(identity.run_settings(make_trainer())))
     folder = tiny_model_dir("qwen2")
     moved = identity.run_settings(make_trainer(model=str(shutil.copytree(folder, tmp_path / "moved"))))

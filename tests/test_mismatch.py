@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qerl_trl.rollout import mismatch
-from tests.test_trainer import logged, make_trainer  # noqa: F401  (a fixture)
+from tests.trainers import logged
 
 TRAINER = types.SimpleNamespace(
     accelerator=types.SimpleNamespace(gather=lambda value: value), args=types.SimpleNamespace(use_vllm=False)
@@ -248,7 +248,7 @@ def test_two_equal_policies_are_not_measured():
     assert mismatch.measure(TRAINER, None, {"completion_mask": torch.ones(1, 4)}) is None
 
 
-def test_the_mismatch_is_measured_on_as_many_sequences_at_a_time_as_a_step(make_trainer, monkeypatch):  # noqa: F811
+def test_the_mismatch_is_measured_on_as_many_sequences_at_a_time_as_a_step(make_trainer, monkeypatch):
     trainer = make_trainer(per_device_train_batch_size=2, num_generations=2, gradient_accumulation_steps=4, max_steps=3)
     sizes, logps = [], trainer._get_per_token_logps_and_entropies
 

@@ -16,9 +16,9 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.publish import hub
 from qerl_trl.tasks.run import train_and_measure
 from qerl_trl.tasks.script import Script
+from tests.e2e.test_many_ranks import SETTINGS
 from tests.publish.test_hub import REPO, no_token_anywhere  # noqa: F401  (a fixture)
 from tests.ranks import on_ranks
-from tests.test_many_ranks import SETTINGS
 from tests.test_sharded import FSDP, as_accelerators
 
 RUN = SETTINGS | {

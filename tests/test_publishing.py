@@ -17,8 +17,8 @@ from qerl_trl.run import publishing
 from tests.architectures import dense_model
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere  # noqa: F401  (a fixture)
-from tests.test_trainer import PROMPTS, settings, spread_reward
 from tests.tiny_models import make_tiny_tokenizer
+from tests.trainers import PROMPTS, settings, spread_reward
 
 
 def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, trainer_class=QeRLGRPOTrainer, **kwargs):

@@ -11,7 +11,7 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.support import secrets
 from qerl_trl.support.secrets import MASK, cleaned, find, find_in, known, redact
 from tests.hub_server import TOKEN
-from tests.test_trainer import settings
+from tests.trainers import settings
 
 PLAIN = "kx93-vv02-plain-words"  # without a known form: a secret by its name only
 

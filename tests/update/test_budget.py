@@ -13,7 +13,7 @@ from qerl_trl.update import attention
 from qerl_trl.update import compiled_layers as regional
 from qerl_trl.update.batches import TokenBudget
 from qerl_trl.update.compiled_layers import compile_layers
-from tests.test_trainer import adapter_of, assert_identical, logged
+from tests.trainers import adapter_of, assert_identical, logged
 from tests.update.test_packing import LOSSES, ON_GPU, counted, make  # noqa: F401
 
 RUN = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "optim": "sgd"}

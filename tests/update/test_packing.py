@@ -20,8 +20,8 @@ from trl import GRPOTrainer
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
 from qerl_trl.update import attention, packing
 from tests.architectures import dense_model
-from tests.test_trainer import LORA, adapter_of, assert_identical, logged, settings, spread_reward
 from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.trainers import LORA, adapter_of, assert_identical, logged, settings, spread_reward
 
 #: few prompts, long and short, so that micro-batches share some of them
 PROMPTS = Dataset.from_dict({"prompt": ["say one ", "a longer prompt: say two ", "six ", "ten and eleven "] * 4})

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from qerl_trl import QeRLRLOOTrainer
 from qerl_trl.rollout import mismatch
 from qerl_trl.update import one_pass
-from tests.test_trainer import LORA, adapter_of, assert_identical, logged, make_trainer  # noqa: F401  (a fixture)
+from tests.trainers import LORA, adapter_of, assert_identical, logged
 from tests.update.test_packing import LOSSES
 
 #: SGD with a step of 1, so that the adapter moves by its gradient; four micro-batches per update
@@ -72,7 +72,7 @@ def compare(make, monkeypatch, **options) -> tuple[dict, dict]:
     [(loss, "token_truncate", (None, 1.02)) for loss in LOSSES] + [("dapo", mode, (0.97, 1.03)) for mode in MODES],
     ids=lambda value: str(value),
 )
-def test_equals_trls_extra_forward(make_trainer, monkeypatch, missing, loss_type, mode, bounds):  # noqa: F811
+def test_equals_trls_extra_forward(make_trainer, monkeypatch, missing, loss_type, mode, bounds):
     options = {
         "loss_type": loss_type, "vllm_importance_sampling_mode": mode,
         "vllm_importance_sampling_clip_min": bounds[0], "vllm_importance_sampling_clip_max": bounds[1],
@@ -116,7 +116,7 @@ def options_of(**options):
         "off",
     ],
 )
-def test_where_it_holds_and_where_trls_own_way_runs(make_trainer, monkeypatch, options, saved):  # noqa: F811
+def test_where_it_holds_and_where_trls_own_way_runs(make_trainer, monkeypatch, options, saved):
     if saved:
         compare(make_trainer, monkeypatch, **options_of(**options))
         return
@@ -134,7 +134,7 @@ def test_where_it_holds_and_where_trls_own_way_runs(make_trainer, monkeypatch, o
     assert all((old is not None) is (saved is False) for old in computed)
 
 
-def test_tokens_of_tools_and_environments(make_trainer, monkeypatch):  # noqa: F811
+def test_tokens_of_tools_and_environments(make_trainer, monkeypatch):
     def rollout(prompts, trainer):
         prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
         turns, _ = trainer._generate_single_turn(prompt_ids, None, {}, 4)
@@ -154,7 +154,7 @@ def test_tokens_of_tools_and_environments(make_trainer, monkeypatch):  # noqa: F
     assert own["logs"][0]["sampling/importance_sampling_ratio/max"] > 1
 
 
-def test_rloo_takes_them_from_the_update_unless_the_reward_needs_them(make_trainer, monkeypatch):  # noqa: F811
+def test_rloo_takes_them_from_the_update_unless_the_reward_needs_them(make_trainer, monkeypatch):
     def make(**options):
         return make_trainer(trainer_class=QeRLRLOOTrainer, **options)
 
@@ -166,7 +166,7 @@ def test_rloo_takes_them_from_the_update_unless_the_reward_needs_them(make_train
     assert math.isfinite(logged(trainer, "loss")[0])
 
 
-def test_dropout_draws_one_mask(make_trainer):  # noqa: F811
+def test_dropout_draws_one_mask(make_trainer):
     peft_config = copy.deepcopy(LORA)
     peft_config.lora_dropout = 0.5
     trainer = make_trainer(peft_config=peft_config, **options_of(delta=1.0, epsilon=1e-6))
@@ -174,7 +174,7 @@ def test_dropout_draws_one_mask(make_trainer):  # noqa: F811
     assert logged(trainer, "clip_ratio/region_mean") == [0.0]  # the ratio of new to old is exactly 1
 
 
-def test_a_mismatch_ends_the_run_before_the_optimizer_and_the_same_command_goes_on(make_trainer, monkeypatch):  # noqa: F811
+def test_a_mismatch_ends_the_run_before_the_optimizer_and_the_same_command_goes_on(make_trainer, monkeypatch):
     options = NOISE | {"max_steps": 3, "save_strategy": "steps", "save_steps": 100}
     whole = make_trainer(**options, output_dir=str(tempfile.mkdtemp()))
     whole.train()
@@ -194,8 +194,8 @@ def test_a_mismatch_ends_the_run_before_the_optimizer_and_the_same_command_goes_
     assert_identical(adapter_of(again), adapter_of(whole))
 
 
-def test_evaluation_is_trls(make_trainer):  # noqa: F811
-    from tests.test_trainer import PROMPTS
+def test_evaluation_is_trls(make_trainer):
+    from tests.trainers import PROMPTS
 
     trainer = make_trainer(eval_dataset=PROMPTS.select(range(4)), num_generations_eval=4, **options_of())
     assert math.isfinite(trainer.evaluate()["eval_loss"])

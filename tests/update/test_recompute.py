@@ -12,7 +12,7 @@ from qerl_trl.memory.formulas import DEEPSPEED_BYTES, model_bytes, shape_of
 from qerl_trl.memory.of_trainer import Recomputation, plan_trainer
 from qerl_trl.memory.plan import Gpu, plan_run
 from qerl_trl.update.layer_function import decoder_layers
-from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, settings  # noqa: F401  (a fixture)
+from tests.trainers import adapter_of, assert_identical, logged, settings
 
 
 def with_kept_layers(trainer, count):
@@ -34,7 +34,7 @@ def forwards_of_layers(trainer) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_the_last_layers_keep_their_activations_and_nothing_else_changes(make_trainer, kept):  # noqa: F811
+def test_the_last_layers_keep_their_activations_and_nothing_else_changes(make_trainer, kept):
     # noise makes TRL's own switching on and off around a scoring pass part of it
     options = {"aqn_schedule": "constant", "aqn_sigma_start": 0.1, "max_steps": 2}
     all_recomputed = make_trainer(gradient_checkpointing=True, **options)
@@ -49,7 +49,7 @@ def test_the_last_layers_keep_their_activations_and_nothing_else_changes(make_tr
 
 
 @pytest.mark.parametrize(("given", "computed"), [(True, 4), (False, 2)])
-def test_what_is_asked_for_is_done(make_trainer, given, computed):  # noqa: F811
+def test_what_is_asked_for_is_done(make_trainer, given, computed):
     trainer = make_trainer(gradient_checkpointing=given)
     assert trainer.memory_plan.work.gradient_checkpointing is given
     calls = forwards_of_layers(trainer)
@@ -57,7 +57,7 @@ def test_what_is_asked_for_is_done(make_trainer, given, computed):  # noqa: F811
     assert [number for number, update in calls if update].count(0) == computed
 
 
-def test_a_trainer_plans_how_many(make_trainer):  # noqa: F811
+def test_a_trainer_plans_how_many(make_trainer):
     trainer = make_trainer(gradient_checkpointing=None)
     assert trainer.memory_plan.work.gradient_checkpointing and trainer.memory_plan.work.kept_layers == 0  # on a CPU
     for name, kept in ((None, 2), ("is_fsdp_enabled", 0), ("is_deepspeed_enabled", 0)):
@@ -69,7 +69,7 @@ def test_a_trainer_plans_how_many(make_trainer):  # noqa: F811
             setattr(trainer, name, False)
 
 
-def test_what_deepspeed_takes_beside_is_planned(make_trainer):  # noqa: F811
+def test_what_deepspeed_takes_beside_is_planned(make_trainer):
     """Measured on two H200s (`ours-zero2`): a plan without it was 12 % short."""
     trainer, taken = make_trainer(gradient_checkpointing=True), []
     for under in (False, True):
@@ -79,7 +79,7 @@ def test_what_deepspeed_takes_beside_is_planned(make_trainer):  # noqa: F811
     assert taken[1] - taken[0] == DEEPSPEED_BYTES
 
 
-def test_models_that_are_not_on_the_gpu_yet_have_their_room(make_trainer):  # noqa: F811
+def test_models_that_are_not_on_the_gpu_yet_have_their_room(make_trainer):
     trainer = make_trainer(gradient_checkpointing=None)
     reward = torch.nn.Linear(1024, 1024)  # on its way to another device
     kept = []
@@ -95,7 +95,7 @@ def test_models_that_are_not_on_the_gpu_yet_have_their_room(make_trainer):  # no
     assert kept[0] == 2 and kept[1] < 2
 
 
-def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer):  # noqa: F811
+def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer):
     """A plan for packed and compiled updates on a GPU in which both layers just fit; they are padded and eager here."""
     trainer = make_trainer(gradient_checkpointing=None, num_generations=4, max_completion_length=24)
     shape, counted = shape_of(trainer.model.config), model_bytes(trainer.model)
@@ -121,7 +121,7 @@ def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer):
     ]
 
 
-def test_a_model_without_such_layers_recomputes_all(make_trainer):  # noqa: F811
+def test_a_model_without_such_layers_recomputes_all(make_trainer):
     trainer = with_kept_layers(make_trainer(gradient_checkpointing=None), 3)
     calls = forwards_of_layers(trainer)
     trainer.train()

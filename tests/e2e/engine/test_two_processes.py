@@ -11,8 +11,8 @@ from accelerate.utils import gather_object
 
 from qerl_trl.support.names import is_sharded, set_whole
 from tests.e2e.engine.engines import DEVICE, EXACT, MEMORY, PROMPTS, gap, logs_of, randomize, trainer_of, write_model
+from tests.e2e.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
 from tests.ranks import on_ranks
-from tests.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
 from tests.test_sharded import FSDP, as_accelerators
 
 #: two processes that each spin on one core
