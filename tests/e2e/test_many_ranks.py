@@ -118,30 +118,27 @@ import os, signal, sys, time
 import torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-open(f"{sys.argv[2]}/{rank}", "w").write(str(os.getpid()))
+open(f"{sys.argv[1]}/{rank}", "w").write(str(os.getpid()))
 dist.barrier()
 if rank == 0:
     time.sleep(300)
-open(f"{sys.argv[2]}/end", "w").write(str(time.time()))
-if sys.argv[1] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-raise KeyError("no such column")
+open(f"{sys.argv[1]}/end", "w").write(str(time.time()))
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_the_launcher_ends_all_when_one_ends(how, tmp_path):
+def test_the_launcher_ends_all_when_one_is_killed(tmp_path):
     """By torchrun's agent, with the shipped configuration."""
     (tmp_path / "dying.py").write_text(DYING)
     config = Path(__file__).parents[2] / "examples" / "accelerate" / "data_parallel_2.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*launch, str(tmp_path / "dying.py"), how, str(tmp_path)],
+        [*launch, str(tmp_path / "dying.py"), str(tmp_path)],
         env=environment, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     took = time.time() - float((tmp_path / "end").read_text())
     assert done.returncode not in (0, None) and took < 20, done.stderr
-    assert ("exitcode  : -9" if how == "killed" else "no such column") in done.stderr
+    assert "exitcode  : -9" in done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "0").read_text()), 0)
