@@ -91,7 +91,7 @@ zero2:
 	$(MAKE) .venv-zero2/.test VENV=.venv-zero2
 	DS_BUILD_OPS=0 .venv-zero2/bin/pip install --quiet --no-compile --no-build-isolation --no-warn-conflicts \
 		$(if $(LOCK),--constraint $(LOCK)) "deepspeed==$(DEEPSPEED)"
-	OMP_NUM_THREADS=1 .venv-zero2/bin/python -m tests.window "DeepSpeed ZeRO-2" tests/test_zero2.py
+	OMP_NUM_THREADS=1 .venv-zero2/bin/python -m tests.window "DeepSpeed ZeRO-2" tests/e2e/test_zero2.py
 
 # whether the extras resolve beside constraints/, by pip's resolver; what it chose goes into docs/extras.json
 resolve: $(VENV)/.base

@@ -1,7 +1,7 @@
-"""Loaded before every other conftest: without a GPU, Triton's kernels run in its interpreter, which is decided when it is imported.
+"""Loaded before every other conftest: without a GPU, Triton's kernels run in its interpreter, set before its import.
 
-The files that take longest come first, so that with several workers (`make test`) none of them is left alone with one at the end. And what was
-imported by then is no garbage: accelerate collects whenever a training starts, which would look at half a second's worth of modules each time.
+The longest files come first, so that no worker (`make test`) is left alone with one at the end. Imported modules are no
+garbage: accelerate collects at the start of each training, which would take half a second.
 """
 
 import gc
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent
-#: files that take more than half a minute of a core, those that wait for engines in processes of their own before the others
+#: files of more than half a minute of a core, those with engines in processes of their own first
 LONGEST = (
     "tests/e2e/engine/test_training.py",
     "tests/e2e/engine/test_weights.py",
@@ -22,18 +22,18 @@ LONGEST = (
     "tests/e2e/engine/test_live.py",
     "tests/e2e/engine/test_recipe.py",
     "tests/e2e/engine/test_real_model.py",
-    "kernels/tests/test_kernels_compile.py",
     "kernels/tests/test_kernels_sm90.py",
     "kernels/tests/test_kernels_interpreter.py",
     "kernels/tests/test_kernels_precompile.py",
     "tests/faults/test_r4_rollout.py",
-    "tests/test_example.py",
-    "tests/test_small_examples.py",
-    "tests/test_recipes.py",
+    "tests/e2e/test_example.py",
+    "tests/e2e/test_small_examples.py",
+    "tests/e2e/test_recipes.py",
     "tests/e2e/test_notebooks.py",
     "tests/update/test_compiled_layers.py",
-    "tests/test_architectures.py",
+    "tests/e2e/test_architectures.py",
     "tests/test_trainer.py",
+    "tests/run/test_resume.py",
 )
 
 if not torch.cuda.is_available():

@@ -1,14 +1,14 @@
-"""What works for which architecture: each at a tiny size, through the package's own doors, judged at the product.
+"""Supported features of each architecture, at a tiny size, tested at the product.
 
-`python -m tests.architectures` tries all of them and writes docs/architectures.json, which the documentation shows. The tests
-(tests/test_architectures.py) try them again, and hold the file to this list. What rolls out in vLLM is tests/e2e/engine/architectures.py's.
+`python -m tests.architectures` writes docs/architectures.json, which the documentation shows; e2e/test_architectures.py
+compares. Rollouts in vLLM are in tests/e2e/engine/architectures.py.
 
     load      a dense folder loads as NVFP4; towers, routers, small gates and the head stay dense
     forward   logits equal those of the same model dequantized, bit for bit
-    noise     norms that feed a linear layer are found, and noise on them moves the logits
+    noise     norms before a linear layer are found, and noise on them moves the logits
     train     the default adapter: every one of its tensors gets a gradient
     adapter   saved and loaded again, it gives the same logits
-    merged    saved merged, stock transformers computes what was trained
+    merged    saved merged, stock transformers computes the trained policy
     base      saved as NVFP4, stock transformers computes the same
 """
 
@@ -40,136 +40,85 @@ RESULT = Path(__file__).resolve().parents[1] / "docs" / "architectures.json"
 CELLS = ("load", "forward", "noise", "train", "adapter", "merged", "base")
 
 _COMMON = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "dtype": "bfloat16",
-}
+    "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 1,
+    "pad_token_id": 0, "dtype": "bfloat16",
+}  # fmt: skip
 _DELTA_NET = {
-    "hidden_size": 256,  # not a head's size: the norm of a delta net's heads feeds a linear layer too, and carries no noise
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+    "hidden_size": 256,  # not a head's size: no noise on the norm of a delta net's heads
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_ssm": 256, "mamba_d_state": 16, "mamba_n_groups": 1}
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_WINDOW = {"sliding_window": 32}
+_PER_LAYER = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16, "global_head_dim": 32}
+
+
+def _plain(names: str) -> dict[str, dict]:
+    return {name: {} for name in names.split()}
+
 
 #: model_type -> settings beyond the common ones
 TEXT: dict[str, dict] = {
-    "llama": {},
-    "mistral": {},
-    "ministral3": {},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma": {},
-    "gemma2": {"sliding_window": 32},
-    "gemma3_text": {"sliding_window": 32},
+    **_plain("llama mistral ministral3 qwen2 qwen3 gemma"),
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
     "phi": {"num_key_value_heads": 4, "intermediate_size": 512},
-    "phi3": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": {},
-    "smollm3": {},
-    "granite": {},
-    "glm": {},
-    "glm4": {},
-    "cohere": {},
-    "cohere2": {},
-    "starcoder2": {},
-    "stablelm": {},
-    "gpt_neox": {},
-    "nemotron": {},
-    "exaone4": {},
-    "hunyuan_v1_dense": {},
+    **_plain("phi3 olmo olmo2 olmo3 smollm3 granite glm glm4 cohere cohere2"),
+    **_plain("starcoder2 stablelm gpt_neox nemotron exaone4 hunyuan_v1_dense"),
     "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
-    "ernie4_5": {},
-    "arcee": {},
-    "helium": {},
-    "apertus": {},
+    **_plain("ernie4_5 arcee helium apertus"),
     "lfm2": {
-        "conv_dim": 128,
-        "block_dim": 128,
-        "layer_types": ["conv", "full_attention"],
+        "conv_dim": 128, "block_dim": 128, "layer_types": ["conv", "full_attention"],
         "block_auto_adjust_ff_dim": False,
     },
     "minicpm3": _LATENT | {"num_key_value_heads": 4},
     "qwen3_5_text": _DELTA_NET,
     "falcon_h1": _MAMBA,
-    "gemma4_text": {
-        "vocab_size_per_layer_input": 320,
-        "hidden_size_per_layer_input": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "global_head_dim": 32,
-        "sliding_window": 32,
-    },
+    "gemma4_text": _WINDOW | _PER_LAYER | {"layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": _EXPERTS,
     "mixtral": _EXPERTS,
     "gpt_oss": _EXPERTS,
     "qwen3_next": _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 32},
-}
+}  # fmt: skip
 #: common settings of a decoder inside a wrapper
 TINY_TEXT = {key: value for key, value in _COMMON.items() if key != "dtype"}
 _TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
-}
+}  # fmt: skip
 _QWEN_TOWER = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 128,
-    "patch_size": 14,
-}
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128, "patch_size": 14,
+}  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+_MROPE = {"rope_scaling": _MROPE, "rope_parameters": _MROPE}
+_QWEN3_TOWER = _QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 #: wrappers with a vision tower: model_type -> (tower, text, further)
 VISION: dict[str, tuple[dict, dict, dict]] = {
-    "qwen2_5_vl": (
-        _QWEN_TOWER | {"fullatt_block_indexes": [0]},
-        {"rope_scaling": _MROPE, "rope_parameters": _MROPE},
-        {},
-    ),
-    "qwen3_vl": (
-        {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        {"rope_scaling": _MROPE, "rope_parameters": _MROPE},
-        {},
-    ),
-    "gemma3": (_TOWER, {"sliding_window": 32}, {"mm_tokens_per_image": 4}),
+    "qwen2_5_vl": (_QWEN_TOWER | {"fullatt_block_indexes": [0]}, _MROPE, {}),
+    "qwen3_vl": (_QWEN3_TOWER, _MROPE, {}),
+    "gemma3": (_TOWER, _WINDOW, {"mm_tokens_per_image": 4}),
     "llava": (_TOWER, {"model_type": "llama"}, {}),
     "mistral3": (_TOWER | {"head_dim": 16}, {"model_type": "mistral"}, {}),
     "internvl": (_TOWER | {"image_size": [28, 28], "patch_size": [14, 14]}, {"model_type": "qwen2"}, {}),
 }
-#: mixtures of experts whose experts are left dense, as the refusal at load advises
+#: mixtures with dense experts, as the refusal at load advises
 DENSE_EXPERTS = {f"{name}, experts dense": name for name in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")}
 ALL = (*TEXT, *VISION, *DENSE_EXPERTS)
 
 
 class Refused(Exception):
-    """The package says that it cannot, in words."""
+    """Refused by the package with a message."""
 
 
 def config_of(name: str, **settings: Any) -> PretrainedConfig:
     if name in TEXT:
         return CONFIG_MAPPING[name](**_COMMON | TEXT[name] | settings)
     tower, text, further = VISION[name]
-    return CONFIG_MAPPING[name](
-        vision_config=tower, text_config=TINY_TEXT | text | settings, dtype="bfloat16", **further
-    )
+    text = TINY_TEXT | text | settings
+    return CONFIG_MAPPING[name](vision_config=tower, text_config=text, dtype="bfloat16", **further)
 
 
 def auto_class(name: str) -> type:
@@ -177,11 +126,7 @@ def auto_class(name: str) -> type:
 
 
 def dense_model(name: str, **settings: Any) -> nn.Module:
-    """Random weights; norms and biases that are neither 1 nor 0, which would hide mistakes.
-
-    Args:
-        settings: of the (text) configuration, beside those of the table.
-    """
+    """Random weights, norms and biases. `settings`: of the (text) configuration, besides those of the table."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto_class(name).from_config(config_of(name, **settings), dtype=torch.bfloat16).eval()
@@ -198,12 +143,12 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative to how much the logits vary."""
+    """Relative to the variation of the logits."""
     return ((a - b).norm() / (b - b.mean()).norm()).item()
 
 
 def every_expert(model: nn.Module) -> nn.Module:
-    """`model` with each token going to all experts: none stands at the edge between two, where rounding alone decides."""
+    """`model` with all experts for each token: no choice between two depends on rounding."""
     for module in model.modules():
         if hasattr(module, "top_k") and hasattr(module, "num_experts"):
             module.top_k = module.num_experts
@@ -211,7 +156,7 @@ def every_expert(model: nn.Module) -> nn.Module:
 
 
 class Trial:
-    """One architecture, cell by cell; what a cell builds serves the ones after it."""
+    """One architecture, cell by cell; later cells use the models of earlier ones."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = DENSE_EXPERTS.get(name, name), folder
@@ -263,9 +208,8 @@ class Trial:
         loss = self.trained(input_ids=_IDS, labels=_IDS, use_cache=False).loss
         loss.backward()
         self.trained.eval()
-        still = [
-            name for name, p in adapter.items() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()
-        ]
+        gradients = {name: p.grad for name, p in adapter.items()}
+        still = [name for name, g in gradients.items() if g is None or not g.isfinite().all() or not g.any()]
         assert not still, f"{len(still)} of {len(adapter)} adapter tensors get no gradient, e.g. {still[0]}"
 
     def adapter(self) -> None:
@@ -301,7 +245,7 @@ def trial(name: str) -> Iterator[Trial]:
 
 
 def attempt(cell: Callable[[], None]) -> str:
-    """ "works", or "refused: ..." in the package's words. A failure of any other kind is raised."""
+    """ "works", or "refused: " and the message. A failure of any other kind is raised."""
     try:
         cell()
     except Refused as refusal:
@@ -310,7 +254,7 @@ def attempt(cell: Callable[[], None]) -> str:
 
 
 def cells(name: str) -> dict[str, str]:
-    """Cell -> what came of it; after a model that is refused at load there is nothing to try."""
+    """Cell -> outcome; only "load" if the model is refused there."""
     found: dict[str, str] = {}
     with trial(name) as one:
         for cell in CELLS:
@@ -321,7 +265,7 @@ def cells(name: str) -> dict[str, str]:
 
 
 def recorded() -> dict[str, Any]:
-    """What is in docs/architectures.json."""
+    """The content of docs/architectures.json."""
     record: dict[str, Any] = json.loads(RESULT.read_text())
     return record
 

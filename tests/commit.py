@@ -1,4 +1,4 @@
-"""Of which code a committed table is."""
+"""The commit of a committed table."""
 
 import subprocess
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 from benchmarks import common
 
 ROOT = Path(__file__).resolve().parents[1]
-#: what decides a table; the tables themselves, the pages and what runs beside them do not
+#: code with an effect on a table
 CODE = ("src", "tests", "kernels/torch-ext")
 
 
 def commit() -> str:
-    """Of what runs, shortened; with a `+` where `CODE` differs from it."""
+    """The current one, shortened, with a `+` if `CODE` was changed since."""
     asked = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *CODE]
     changed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
     return (common.commit() or "unknown")[:7] + ("+" if changed else "")
 
 
 def commits(known: list[str], whole: bool) -> list[str]:
-    """Of a table that was made again, whole or in part."""
+    """Commits of a table made again, whole or in part."""
     return list(dict.fromkeys([*([] if whole else known), commit()]))

@@ -1,8 +1,6 @@
-"""Fixtures shared by the whole test set: tiny random checkpoints of every model family the package promises to support.
+"""Fixtures of the whole test set: tiny random checkpoints (2 layers, 0.2 M parameters) of every family, and trainers.
 
-`tiny_config(family)` builds a configuration, `tiny_model_dir(family)` writes (once per test session) a bf16 checkpoint of it and
-returns the folder. The models are random, 2 layers, about 0.2 M parameters: enough structure for names, shapes, norms and numerics,
-fast enough to build hundreds. Treat the folders as read-only: they are shared.
+The folders are shared: treat them as read-only.
 """
 
 import importlib.util
@@ -12,7 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["QERL_NVFP4_TUNED"] = "0"  # what somebody measured on this machine decides about no test
+os.environ["QERL_NVFP4_TUNED"] = "0"  # tests do not depend on measurements of this machine
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ def tiny_config() -> Callable[..., PretrainedConfig]:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Callable[..., Path]:
-    """`tiny_model_dir(family, **overrides)`: folder with a bf16 safetensors checkpoint, written once per session, read-only."""
+    """`tiny_model_dir(family, **overrides)`: folder with a bf16 checkpoint, written once per session, read-only."""
     written: dict[tuple, Path] = {}
 
     def write(family: str, **overrides) -> Path:
@@ -58,7 +56,7 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="session")
 def packed_model_dir(tmp_path_factory) -> Callable[..., Path]:
-    """`packed_model_dir(layout, family="qwen2", shared_scales=True)`: folder with an NVFP4 checkpoint that we did not write."""
+    """`packed_model_dir(layout, family="qwen2", shared_scales=True)`: folder with a foreign NVFP4 checkpoint."""
     pytest.importorskip("compressed_tensors")
     written: dict[tuple, Path] = {}
 
@@ -84,8 +82,30 @@ def tiny_runs(tiny_model_dir, tiny_tokenizer):
 
 
 @pytest.fixture
+def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """`make_trainer(**options)`: a trainer of the tiny model, `tests.trainers.settings` with these options."""
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+    from tests.trainers import LORA, PROMPTS, settings, spread_reward
+
+    def make(model=None, trainer_class=QeRLGRPOTrainer, reward=spread_reward, peft_config=LORA, args=None, **options):
+        given = {name: options.pop(name, None) for name in ("eval_dataset", "callbacks")}
+        config = QeRLRLOOConfig if issubclass(trainer_class, QeRLRLOOTrainer) else QeRLConfig
+        return trainer_class(
+            model if model is not None else str(tiny_model_dir("qwen2")),
+            reward,
+            args=args if args is not None else settings(tmp_path, config, **options),
+            train_dataset=PROMPTS,
+            processing_class=tiny_tokenizer,
+            peft_config=peft_config,
+            **given,
+        )
+
+    return make
+
+
+@pytest.fixture
 def engine_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
-    """`engine_trainer(**options)`: a trainer whose vLLM is the stand-in of tests/faults/stand_in.py."""
+    """`engine_trainer(**options)`: a trainer with the stand-in for vLLM (tests/faults/stand_in.py)."""
     from tests.faults.stand_in import trainers
 
     model = tiny_model_dir("qwen2", initializer_range=0.1)  # layers of 128 that matter as much as wide ones
@@ -94,7 +114,7 @@ def engine_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def warm_training():
-    """A `Warm` server for scripts that train on the CPU. In tests of several starts of one script the first still imports for itself."""
+    """A `Warm` server for scripts that train on the CPU."""
     server = Warm(TRAINING, {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"})
     yield server
     server.close()
@@ -121,7 +141,7 @@ def server(monkeypatch, tmp_path):
 
     stand_in = StandInHub()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the stand-in knows LFS only
     monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
     template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -1,6 +1,5 @@
-"""Whether the extras of pyproject.toml resolve beside the versions in constraints/: `python -m tests.extras [EXTRA ...]` (`make resolve`).
-
-pip's resolver is asked, which needs a package index; nothing is installed. What it chose is in docs/extras.json.
+"""Do the extras of pyproject.toml resolve with the versions in constraints/? `python -m tests.extras [EXTRA ...]`
+(`make resolve`) asks pip's resolver, which needs a package index and installs nothing, and writes docs/extras.json.
 """
 
 import argparse
@@ -19,24 +18,17 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "extras.json"
-OPTIONAL: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-    "optional-dependencies"
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: extra -> constraints: the lock, or (with vLLM's CUDA build) the versions that ran on a GPU
-EXTRAS = {
-    "bnb": "cpu.txt",
-    "eval": "cpu.txt",
-    "track": "cpu.txt",
-    "vllm": "gpu.txt",
-}
+EXTRAS = {"bnb": "cpu.txt", "eval": "cpu.txt", "track": "cpu.txt", "vllm": "gpu.txt"}
 
 
 def asked(extra: str) -> list[Requirement]:
-    return [Requirement(text) for text in OPTIONAL[extra]]
+    return [Requirement(text) for text in PROJECT["optional-dependencies"][extra]]
 
 
 def resolve(extra: str) -> dict[str, Any]:
-    """What pip would install for `extra`: the extra's own packages, and how many in all; or its complaint."""
+    """pip's choice for `extra`: the extra's own packages, and the number of all; or its error."""
     found: dict[str, Any] = {"beside": EXTRAS[extra], "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     found["pip"] = importlib.metadata.version("pip")
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
@@ -52,7 +44,7 @@ def resolve(extra: str) -> dict[str, Any]:
 
 
 def recorded() -> dict[str, Any]:
-    """What is in docs/extras.json."""
+    """The content of docs/extras.json."""
     record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     return record
 

@@ -1,14 +1,12 @@
-"""PEFT's tuners on packed layers, as plain PEFT applies them, each beside the same model dequantized, with the same seed.
+"""PEFT's tuners on packed layers, unmodified, compared with the same model dequantized, with the same seed.
 
     forward   logits of the adapted model
     gradient  of every adapter tensor
     merge     logits after merge_adapter() and after merge_and_unload()
     unmerge   logits after merge_adapter(), unmerge_adapter()
 
-"equal": the same bits as on the dequantized model. "PEFT cannot: ...": it refuses the dense model too. "refused: ...": an error in words, PEFT's
-or this package's, where the dense model works.
-
-`python -m tests.peft_tuners [NAME ...]` writes docs/peft.json, which the documentation shows; tests/test_peft_tuners.py holds it to what it says.
+"equal": the same bits. "PEFT cannot: ...": the dense model is refused too. "refused: ...": an error message, PEFT's or
+this package's; the dense model works. `python -m tests.peft_tuners [NAME ...]` writes docs/peft.json for the docs.
 """
 
 import atexit
@@ -38,23 +36,25 @@ CELLS = ("forward", "gradient", "merge", "unmerge")
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "peft.json"
 _IDS = torch.arange(3, 19)[None]
 
+_lora = functools.partial(peft.LoraConfig, target_modules=_ALL, r=4)
+_virtual = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 #: name -> configuration
 TUNERS: dict[str, Callable[[], peft.PeftConfig]] = {
-    "LoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4),
+    "LoRA": _lora,
     "LoRA, all-linear": lambda: peft.LoraConfig(target_modules="all-linear", r=4),
-    "rsLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, use_rslora=True),
-    "LoRA, orthogonal": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="orthogonal"),
-    "LoRA, MiCA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="mica"),
-    "LoRA, EVA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="eva"),
-    "LoRA, bias": lambda: peft.LoraConfig(target_modules=_ALL, r=4, lora_bias=True),
-    "LoRA, tokens": lambda: peft.LoraConfig(target_modules=_ALL, r=4, trainable_token_indices=[3, 4]),
-    "aLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
-    "QA-LoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, use_qalora=True),
-    "KaSA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, kasa_config=KasaConfig()),
-    "VeLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, velora_config=VeloraConfig()),
-    "DoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, use_dora=True),
-    "PiSSA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="pissa"),
-    "OLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="olora"),
+    "rsLoRA": functools.partial(_lora, use_rslora=True),
+    "LoRA, orthogonal": functools.partial(_lora, init_lora_weights="orthogonal"),
+    "LoRA, MiCA": functools.partial(_lora, init_lora_weights="mica"),
+    "LoRA, EVA": functools.partial(_lora, init_lora_weights="eva"),
+    "LoRA, bias": functools.partial(_lora, lora_bias=True),
+    "LoRA, tokens": functools.partial(_lora, trainable_token_indices=[3, 4]),
+    "aLoRA": functools.partial(_lora, alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
+    "QA-LoRA": functools.partial(_lora, use_qalora=True),
+    "KaSA": lambda: _lora(kasa_config=KasaConfig()),
+    "VeLoRA": lambda: _lora(velora_config=VeloraConfig()),
+    "DoRA": functools.partial(_lora, use_dora=True),
+    "PiSSA": functools.partial(_lora, init_lora_weights="pissa"),
+    "OLoRA": functools.partial(_lora, init_lora_weights="olora"),
     "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=_ALL, init_r=4, target_r=2, total_step=10),
     "LoHa": lambda: peft.LoHaConfig(target_modules=_ALL, r=4),
     "LoKr": lambda: peft.LoKrConfig(target_modules=_ALL, r=4),
@@ -95,29 +95,27 @@ TUNERS: dict[str, Callable[[], peft.PeftConfig]] = {
     "OSF": lambda: peft.OSFConfig(target_modules=_ALL, effective_rank=8),
     "Trainable tokens": lambda: peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
     "LN tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"]),
-    "Prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "P-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32),
-    "Prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "Multitask prompt tuning": lambda: peft.MultitaskPromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2
-    ),
+    "Prompt tuning": lambda: peft.PromptTuningConfig(**_virtual),
+    "P-tuning": lambda: peft.PromptEncoderConfig(**_virtual, encoder_hidden_size=32),
+    "Prefix tuning": lambda: peft.PrefixTuningConfig(**_virtual),
+    "Multitask prompt tuning": lambda: peft.MultitaskPromptTuningConfig(**_virtual, num_tasks=2),
     "CPT": lambda: peft.CPTConfig(
         task_type="CAUSAL_LM", cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4]
     ),
-    "Cartridge": lambda: peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "Cartridge": lambda: peft.CartridgeConfig(**_virtual),
     "LLaMA-Adapter": lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
 }
-#: what PEFT accepts of no other family
+#: tuners of one family only
 FAMILY = {"LLaMA-Adapter": "llama"}
-#: packages that PEFT imports for one tuner only; without them its row is not tried again
+#: packages that PEFT imports for one tuner only; its row is not repeated without them
 NEEDS = {"AdaMSS": "sklearn"}
-#: what a tuner wants at every forward
+#: inputs of a tuner at every forward
 INPUTS = {name: {"task_ids": torch.tensor([1])} for name in ("Poly", "Multitask prompt tuning")}
 
 
 def packed_model(family: str = "qwen2") -> nn.Module:
     model = make_tiny_model(family, tie_word_embeddings=False)
-    model.config.use_cache = False  # X-LoRA asks for it
+    model.config.use_cache = False  # for X-LoRA
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             model.set_submodule(name, NVFP4Linear.from_linear(module))
@@ -126,7 +124,7 @@ def packed_model(family: str = "qwen2") -> nn.Module:
 
 @functools.cache
 def _saved_lora() -> str:
-    """Folder of an adapter, which X-LoRA mixes."""
+    """Folder of an adapter for X-LoRA."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     adapted(make_tiny_model("qwen2", tie_word_embeddings=False), TUNERS["LoRA"]()).save_pretrained(folder)
@@ -142,7 +140,7 @@ def dequantized(model: nn.Module) -> nn.Module:
 
 
 def adapted(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
-    """The adapter with parameters that matter, the same for the same seed."""
+    """An adapter with an effect, the same on both models."""
     torch.manual_seed(0)
     wrapped = peft.get_peft_model(model, config)
     if getattr(config, "init_lora_weights", None) == "eva":
@@ -190,7 +188,7 @@ _CELLS = {"forward": _forward, "gradient": _gradient, "merge": _merge, "unmerge"
 def _outcome(model: nn.Module, name: str, cell: str) -> list[torch.Tensor] | Exception:
     try:
         return _CELLS[cell](adapted(model, TUNERS[name]()), INPUTS.get(name, {}))
-    except Exception as error:  # whatever it is, it is compared with what the dense model gives
+    except Exception as error:  # compared with the dense model's
         return error
 
 
@@ -209,9 +207,8 @@ def cells(name: str) -> dict[str, str]:
             found[cell] = "works"
         else:
             same = len(here) == len(there) and all(map(torch.equal, here, there))
-            far = max(
-                (a.float() - b.float()).norm() / b.float().norm() for a, b in zip(here, there, strict=True)
-            ).item()
+            pairs = [(a.float(), b.float()) for a, b in zip(here, there, strict=True)]
+            far = max((a - b).norm() / b.norm() for a, b in pairs).item()
             found[cell] = "equal" if same else f"differs by {far:.2g}"
     return found
 
@@ -221,7 +218,7 @@ def _first_line(error: Exception) -> str:
 
 
 def to_try(names: list[str]) -> list[str]:
-    """Of `names`, those for which PEFT has what it imports: without it both models fail, and the row would say that PEFT cannot."""
+    """Names with their packages installed: without them both models fail, and the row would be "PEFT cannot"."""
     return [name for name in names if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
 
 

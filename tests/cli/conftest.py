@@ -8,7 +8,7 @@ import pytest
 
 from qerl_trl.publish import export
 from qerl_trl.publish.load import TrainedPolicy
-from tests.faults.tiny_runs import tiny_policy
+from tests.faults.tiny_runs import make_policy
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def save_run(tiny_model_dir, tiny_tokenizer) -> Callable:
 
     def save(folder: Path, size: float = 0.2, dtype: str = "float32", **settings):
         model = tiny_model_dir("qwen2")
-        policy = tiny_policy(model, dtype=dtype, size=size)
+        policy = make_policy(model, dtype=dtype, size=size)
         common = {"base_format": "nvfp4", "scale_rule": "rtn", "dtype": dtype, "model": str(model)}
         export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, common | settings), folder)
         return policy

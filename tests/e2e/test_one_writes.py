@@ -16,9 +16,9 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.publish import hub
 from qerl_trl.tasks.run import train_and_measure
 from qerl_trl.tasks.script import Script
+from tests.e2e.sharding import FSDP, as_accelerators
 from tests.hub_server import REPO
 from tests.ranks import on_ranks
-from tests.test_sharded import FSDP, as_accelerators
 
 RUN = {
     "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3,

@@ -48,7 +48,7 @@ def test_a_trainer_without_the_secret_learns_how_to_set_it(monkeypatch):
 def engine(url: str):
     from qerl_trl.rollout.server import ServerEngine
     from qerl_trl.rollout.spec import EngineSpec
-    from tests.rollout.test_handshake import policy
+    from tests.rollout.workers import policy
 
     model = policy()
     return ServerEngine(url, EngineSpec.of(model), model, 1)

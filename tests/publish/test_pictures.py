@@ -17,7 +17,7 @@ from qerl_trl.publish import card, export
 from qerl_trl.publish.load import TrainedPolicy, load_any, load_policy
 from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
 from tests import architectures
-from tests.test_recipes import write_tiny_model
+from tests.e2e.test_recipes import write_tiny_model
 from tests.tiny_models import make_tiny_tokenizer
 
 

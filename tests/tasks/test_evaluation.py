@@ -26,7 +26,7 @@ from qerl_trl.tasks.evaluation import (
     vllm_engine,
 )
 from tests.architectures import dense_model
-from tests.faults.tiny_runs import tiny_policy
+from tests.faults.tiny_runs import make_policy
 
 GSM8K = PROTOCOLS["gsm8k"]
 
@@ -96,8 +96,8 @@ def test_evaluate_repeats_problems_and_reports(tmp_path):
 
 def test_an_adapter_that_changes_nothing_is_refused(tiny_model_dir):
     with pytest.raises(RuntimeError, match="changes no logit"):
-        check_adapter_applied(tiny_policy(tiny_model_dir("qwen2"), size=0.0))
-    check_adapter_applied(tiny_policy(tiny_model_dir("qwen2")))
+        check_adapter_applied(make_policy(tiny_model_dir("qwen2"), size=0.0))
+    check_adapter_applied(make_policy(tiny_model_dir("qwen2")))
     check_adapter_applied(AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")))  # no adapter: nothing to check
 
 

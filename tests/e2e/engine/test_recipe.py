@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from qerl_trl.publish.export import save_adapter
 from qerl_trl.publish.load import load_policy
 from tests.e2e.engine.engines import DEVICE, MEMORY, engine, gap, greedy, randomize, transformers_greedy
-from tests.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
+from tests.e2e.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
 
 #: vLLM's attention on a CPU has no heads of 16; greedy tokens have to depend on the weights
 LARGER = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.2}

@@ -12,8 +12,8 @@ from accelerate.utils import gather_object
 from qerl_trl.support.names import is_sharded, set_whole
 from tests.e2e.engine.engines import DEVICE, EXACT, MEMORY, PROMPTS, gap, logs_of, randomize, trainer_of, write_model
 from tests.e2e.sharding import FSDP, as_accelerators
+from tests.e2e.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
 from tests.ranks import on_ranks
-from tests.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
 
 #: two processes that each spin on one core
 ENVIRONMENT, ALONE, TWO_DEVICES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, True, True

@@ -1,10 +1,10 @@
-"""Every architecture through every cell, against the table that the documentation shows."""
+"""Every architecture, every cell, against the table of the documentation; training on pictures."""
 
 import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+from transformers import CONFIG_MAPPING, Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.nvfp4.architectures import ROWS
@@ -12,9 +12,9 @@ from tests import architectures
 from tests.tiny_models import make_tiny_tokenizer
 
 
-def test_the_table_is_of_this_list():
+def test_the_table_has_every_architecture():
     assert list(architectures.recorded()["architectures"]) == list(architectures.ALL)
-    assert len(architectures.ALL) >= 24
+    assert not [name for name in ROWS if name not in CONFIG_MAPPING]
 
 
 @pytest.mark.parametrize("name", architectures.ALL)
@@ -23,42 +23,41 @@ def test_the_table_is_true(name):
     assert architectures.cells(name) == {cell: recorded[cell] for cell in architectures.CELLS if cell in recorded}
 
 
-def test_rows_are_of_models_that_transformers_has():
-    from transformers import CONFIG_MAPPING
-
-    assert not [name for name in ROWS if name not in CONFIG_MAPPING]
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral3"])
-def test_a_trainer_takes_a_model_that_sees_pictures(name, tiny_tokenizer, tmp_path):
-    """It was refused while its memory was planned: transformers has no AutoModelForCausalLM of it."""
-    architectures.dense_model(name).save_pretrained(tmp_path / "model")
+def trainer_of(folder, processor, data) -> QeRLGRPOTrainer:
     args = QeRLConfig(
-        output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", max_steps=1, num_generations=4,
-        per_device_train_batch_size=4, max_completion_length=4, learning_rate=1e-3,
+        output_dir=str(folder / "run"), use_cpu=True, bf16=False, report_to="none", max_steps=2, num_generations=4,
+        per_device_train_batch_size=4, max_completion_length=4, learning_rate=1e-3, aqn_num_stages=2,
+        save_strategy="no",
     )  # fmt: skip
-    trainer = QeRLGRPOTrainer(
-        model=str(tmp_path / "model"),
-        processing_class=tiny_tokenizer,
+    return QeRLGRPOTrainer(
+        model=str(folder / "model"),
+        processing_class=processor,
         reward_funcs=lambda completions, **kwargs: [float(i % 4) for i, _ in enumerate(completions)],
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["one", "two"]}),
+        train_dataset=Dataset.from_dict(data),
     )
+
+
+def test_a_model_with_a_vision_tower_trains_on_text(tiny_tokenizer, tmp_path):
+    """transformers has no AutoModelForCausalLM of it."""
+    architectures.dense_model("mistral3").save_pretrained(tmp_path / "model")
+    trainer = trainer_of(tmp_path, tiny_tokenizer, {"prompt": ["one", "two"]})
     trainer.train()
     moved = [key for key, tensor in trainer.model.named_parameters() if "lora_B" in key and tensor.any()]
     assert moved and not [key for key in moved if "vision" in key or "visual" in key]
 
 
-#: a message of text, or of parts of which a picture stands as one token
+#: a message is a text, or a list of parts; a picture is one token
 SEEING_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n"
+    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
 def seeing_processor(tokenizer):
-    """Qwen2.5-VL's, of its parts for pictures: its constructor wants torchvision, for videos."""
+    """Qwen2.5-VL's for pictures only: its constructor needs torchvision, for videos."""
     processor = Qwen2_5_VLProcessor.__new__(Qwen2_5_VLProcessor)
     processor.tokenizer, processor.video_processor, processor.chat_template = tokenizer, None, SEEING_TEMPLATE
     processor.image_processor = Qwen2VLImageProcessorPil(
@@ -72,7 +71,7 @@ def seeing_processor(tokenizer):
     return processor
 
 
-def test_a_wrapper_trains_on_pictures_and_its_tower_stays(tmp_path):
+def test_training_on_pictures_does_not_change_the_tower(tmp_path):
     tokenizer = make_tiny_tokenizer()
     tokens = {name: f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
     tokenizer.add_tokens(list(tokens.values()), special_tokens=True)
@@ -81,24 +80,14 @@ def test_a_wrapper_trains_on_pictures_and_its_tower_stays(tmp_path):
     for name, token in tokens.items():
         setattr(model.config, f"{name.removesuffix('_pad')}_token_id", tokenizer.convert_tokens_to_ids(token))
     model.save_pretrained(tmp_path / "model")
-    args = QeRLConfig(
-        output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", max_steps=2, num_generations=4,
-        per_device_train_batch_size=4, max_completion_length=4, learning_rate=1e-3, aqn_num_stages=2, save_strategy="no",
-    )  # fmt: skip
     prompts = [[{"role": "user", "content": text}] for text in ("what", "colour")]
     pictures = [Image.new("RGB", (28, 28), "red"), Image.new("RGB", (56, 28), "blue")]
-    trainer = QeRLGRPOTrainer(
-        model=str(tmp_path / "model"),
-        processing_class=seeing_processor(tokenizer),
-        reward_funcs=lambda completions, **kwargs: [float(i % 4) for i, _ in enumerate(completions)],
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "image": pictures}),
-    )
+    trainer = trainer_of(tmp_path, seeing_processor(tokenizer), {"prompt": prompts, "image": pictures})
     seen = []
     tower = next(module for name, module in trainer.model.named_modules() if name.endswith("visual"))
     tower.register_forward_hook(lambda module, args, output: seen.append(module.training))
     before = {name: tensor.clone() for name, tensor in tower.named_parameters()}
     trainer.train()
-    assert True in seen  # in updates, not in rollouts alone
+    assert True in seen  # in updates, not only in rollouts
     assert before and all(torch.equal(tensor, before[name]) for name, tensor in tower.named_parameters())
     assert all(tensor.any() for name, tensor in trainer.model.named_parameters() if "lora_B" in name)

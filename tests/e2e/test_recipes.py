@@ -1,6 +1,6 @@
-"""Every recipe for a GPU trains two steps: as shipped, on a CPU, with a tiny random model of the recipe's architecture and local problems.
+"""Every GPU recipe as shipped, but for `INSTEAD`: two steps on a CPU of a tiny model of its architecture.
 
-What is replaced is in `INSTEAD`; the rest is the recipe's. One of them in vLLM, as it says: tests/e2e/engine/test_recipe.py.
+One of them with vLLM: tests/e2e/engine/test_recipe.py.
 """
 
 import json
@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests import architectures
+from tests.repo.test_configs import CONFIGS, MODELS
 from tests.shapes import tiny
-from tests.test_configs import CONFIGS, MODELS
 from tests.tiny_models import make_tiny_tokenizer, randomize_vectors
 
 EXAMPLES = CONFIGS.parent
-#: what no network, a CPU without vLLM, and a minute ask for; a random model earns nothing of the recipe's own rewards
+#: options for a CPU without vLLM and network; a random model gets no reward of the recipe's own
 INSTEAD = {
     "dataset_name": f"{__file__}:problems",
     "reward_funcs": f"{__file__}:varied_reward",
@@ -32,18 +32,13 @@ INSTEAD = {
     "eval_problems": "2",
     "report_to": "none",
 }
-#: than the tiny models of architectures.py: products in bfloat16 are slow on most CPUs
-SMALLER = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "head_dim": 16,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
+#: sizes below those of architectures.py: products in bfloat16 are slow on most CPUs
+SMALLER = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+SMALLER |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
 def problems() -> dict[str, list[dict[str, str]]]:
-    """In GSM8K's format, and short."""
+    """Short ones in GSM8K's format."""
     rows = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
     return {"train": rows[:36], "test": rows[36:]}
 
@@ -78,7 +73,6 @@ def main():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", MODELS)
 def test_two_steps(recipe, main, tmp_path):
     said = yaml.safe_load((CONFIGS / f"{recipe}.yaml").read_text())
@@ -86,6 +80,7 @@ def test_two_steps(recipe, main, tmp_path):
         said["chat_template_kwargs"] = json.loads(said["chat_template_kwargs"])
     run = tmp_path / "run"
     instead = INSTEAD | {"model_name_or_path": write_tiny_model(recipe, tmp_path / "model"), "output_dir": str(run)}
+    instead |= {"generation_batch_size": "16", "max_completion_length": "4"}
     main(["--config", recipe, *words(instead)])
 
     results = json.loads((run / "results.json").read_text())

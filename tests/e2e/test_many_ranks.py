@@ -1,4 +1,4 @@
-"""Several processes: the embedded default, its batch cut into 1, 2 and 4 parts, learns the same; one that ends, ends the others."""
+"""Several processes: the embedded default learns the same on 1, 2 and 4; the end of one ends the others."""
 
 import hashlib
 import os
@@ -16,35 +16,26 @@ from qerl_trl import QeRLGRPOTrainer
 from qerl_trl.tasks.script import Script
 from tests.ranks import on_ranks
 
-#: the paper's way: the batch and the updates of a rollout are said, and what each process accumulates follows
+#: as in the paper: batch and updates of a rollout are set, each process's accumulation follows
 SETTINGS = {
-    "generation_batch_size": 16, "updates_per_rollout": 2, "per_device_train_batch_size": 2, "num_generations": 4, "max_completion_length": 4,
-    "max_steps": 4, "aqn_num_stages": 2, "save_strategy": "no", "disable_tqdm": True, "lora_dropout": 0.0,
+    "generation_batch_size": 16, "updates_per_rollout": 2, "per_device_train_batch_size": 2, "num_generations": 4,
+    "max_completion_length": 4, "max_steps": 4, "aqn_num_stages": 2, "save_strategy": "no", "disable_tqdm": True,
+    "lora_dropout": 0.0,
 }  # fmt: skip
-#: of what is logged, what says how it learns
-LEARNING = {
-    "loss",
-    "grad_norm",
-    "entropy",
-    "reward",
-    "reward_std",
-    "aqn/sigma",
-    "aqn/sigma_effective",
-    "rollout/mismatch_kl",
-}
-#: adapters of the same run on other numbers of processes, relative to what was learned
-APART = 5e-4
+#: keys of a log about learning
+LEARNING = {"loss", "grad_norm", "entropy", "reward", "reward_std", "aqn/sigma", "aqn/sigma_effective"}
+LEARNING |= {"rollout/mismatch_kl"}
 
 
 def digits(completions, **kwargs):
-    """Share of digits: short completions differ in it, as they hardly do in being right."""
+    """Share of digits: short completions differ in it."""
     texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
     return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in texts]
 
 
 def sampled(trainer: QeRLGRPOTrainer):
-    """Completions drawn from the policy as it is, noise and all, with numbers that the prompt, the step and the place in the group decide. In
-    place of `generate`, whose numbers belong to a process."""
+    """Sampling like `generate`'s, noise included, with random numbers by prompt, step and place in the group instead of
+    by process."""
 
     @torch.no_grad()
     def generate(prompt_ids, images, fields, num_generations):
@@ -52,17 +43,15 @@ def sampled(trainer: QeRLGRPOTrainer):
         for place, prompt in enumerate(prompt_ids):
             key = repr((prompt, place % trainer.args.num_generations, trainer.state.global_step))
             seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
-            numbers.append(
-                torch.rand(SETTINGS["max_completion_length"], 1, generator=torch.Generator().manual_seed(seed))
-            )
+            generator = torch.Generator().manual_seed(seed)
+            numbers.append(torch.rand(SETTINGS["max_completion_length"], 1, generator=generator))
         longest = max(map(len, prompt_ids))
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompt_ids])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompt_ids])
         for drawn in torch.stack(numbers, dim=1):
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            cumulated = (
-                model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].softmax(-1).cumsum(-1)
-            )
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1]
+            cumulated = logits.softmax(-1).cumsum(-1)
             ids = torch.cat([ids, torch.searchsorted(cumulated, drawn * cumulated[:, -1:])], dim=1)
             mask = torch.cat([mask, torch.ones_like(drawn, dtype=mask.dtype)], dim=1)
         return ids[:, longest:].tolist(), None
@@ -71,7 +60,7 @@ def sampled(trainer: QeRLGRPOTrainer):
 
 
 def dealt(batch: dict) -> dict:
-    """In place of TRL's shuffle, whose numbers belong to a process: each update gets as many completions of every group."""
+    """Instead of TRL's shuffle by process: each update gets as many completions of every group."""
     count, group = len(batch["completion_ids"]), SETTINGS["num_generations"]
     order = torch.arange(count).view(-1, group).T.flatten()
     return {
@@ -80,7 +69,7 @@ def dealt(batch: dict) -> dict:
 
 
 def train(ranks: int, folder) -> list[dict]:
-    """One of `ranks` processes; the log of each step, as far as it says how the run learns. The adapter is in `folder` then."""
+    """One of `ranks` processes: the log of each step. The adapter is saved in `folder`."""
     torch.set_num_threads(1)
     grpo_trainer.shuffle_sequence_dict = dealt
     words = [text for name, value in SETTINGS.items() for text in (f"--{name}", str(value))]
@@ -96,7 +85,7 @@ def train(ranks: int, folder) -> list[dict]:
 
 
 def learned(ranks: int, folder) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """What is logged, and the adapter."""
+    """The log and the adapter."""
     outcomes = on_ranks(ranks, lambda rank: train(ranks, folder), timeout=120)
     for outcome in outcomes:
         assert outcome.answer == outcomes[0].answer and isinstance(outcome.answer, list), outcome
@@ -104,11 +93,9 @@ def learned(ranks: int, folder) -> tuple[list[dict], dict[str, torch.Tensor]]:
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Distance of two adapters, relative to what the first one has learned."""
+    """Distance of two adapters, relative to the learned part of the first (`lora_B` starts at 0)."""
     between = sum((other[name] - one[name]).square().sum() for name in one) ** 0.5
-    return float(
-        between / sum(value.square().sum() for name, value in one.items() if "lora_B" in name) ** 0.5
-    )  # zero before
+    return float(between / sum(value.square().sum() for name, value in one.items() if "lora_B" in name) ** 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -117,44 +104,41 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_as_many_processes_learn_the_same(ranks, alone, tmp_path):
+def test_several_processes_learn_the_same(ranks, alone, tmp_path):
     one, many = alone, learned(ranks, tmp_path)
     assert len(many[0]) == SETTINGS["max_steps"] and any(entry.get("aqn/sigma") for entry in many[0])
     for step, (expected, found) in enumerate(zip(one[0], many[0], strict=True)):
         assert found == pytest.approx(expected, rel=2e-4, abs=2e-6), f"step {step}"
-    assert apart(one[1], many[1]) < APART
+    assert apart(one[1], many[1]) < 5e-4
 
 
-#: the first process hangs where it notices nothing of the second one's end
+#: the first process hangs, and does not notice the end of the second
 DYING = """
 import os, signal, sys, time
 import torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-open(f"{sys.argv[2]}/{rank}", "w").write(str(os.getpid()))
+open(f"{sys.argv[1]}/{rank}", "w").write(str(os.getpid()))
 dist.barrier()
 if rank == 0:
     time.sleep(300)
-open(f"{sys.argv[2]}/end", "w").write(str(time.time()))
-if sys.argv[1] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-raise KeyError("no such column")
+open(f"{sys.argv[1]}/end", "w").write(str(time.time()))
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_the_launcher_ends_all_when_one_ends(how, tmp_path):
+def test_the_launcher_ends_all_when_one_is_killed(tmp_path):
     """By torchrun's agent, with the shipped configuration."""
     (tmp_path / "dying.py").write_text(DYING)
-    config = Path(__file__).parents[1] / "examples" / "accelerate" / "data_parallel_2.yaml"
+    config = Path(__file__).parents[2] / "examples" / "accelerate" / "data_parallel_2.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*launch, str(tmp_path / "dying.py"), how, str(tmp_path)],
+        [*launch, str(tmp_path / "dying.py"), str(tmp_path)],
         env=environment, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     took = time.time() - float((tmp_path / "end").read_text())
     assert done.returncode not in (0, None) and took < 20, done.stderr
-    assert ("exitcode  : -9" if how == "killed" else "no such column") in done.stderr
+    assert "exitcode  : -9" in done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "0").read_text()), 0)

@@ -1,4 +1,4 @@
-"""The example script as a user starts it: end to end; and started again and again: killed, and in the control arms."""
+"""The example script as a user starts it: end to end, killed and started again, and in a control arm."""
 
 import json
 import os
@@ -13,18 +13,11 @@ from safetensors.torch import load_file
 
 from tests.warm import run_cold
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
 LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-SMALL = {
-    "max_steps": 6,
-    "save_steps": 1,
-    "per_device_train_batch_size": 16,
-    "max_completion_length": 16,
-    "eval_problems": 8,
-    "aqn_num_stages": 3,
-    "lora_r": 4,
-}
+SMALL = {"max_steps": 6, "save_steps": 1, "per_device_train_batch_size": 16, "max_completion_length": 16}
+SMALL |= {"eval_problems": 8, "aqn_num_stages": 3, "lora_r": 4}
 
 
 def command(output: Path, **options) -> list[str]:
@@ -51,21 +44,9 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
 def test_says_what_it_does_and_leaves_everything_behind(finished):
     output, said = finished
     first = said.splitlines()[0]
-    assert "embedded.yaml" in first
-    assert "no GPU was found" in first
-    assert "--config" in first
-    for word in (
-        "versions",
-        "device",
-        "NVFP4 in",
-        "trained",
-        "optimizer",
-        "noise",
-        "exponential",
-        "reference",
-        "(95 %)",
-        f"qerl-trl push adapter {output} <user>/<name> --base-model",
-    ):
+    assert all(word in first for word in ("embedded.yaml", "no GPU was found", "--config"))
+    words = ["versions", "device", "NVFP4 in", "trained", "optimizer", "noise", "exponential", "reference", "(95 %)"]
+    for word in (*words, f"qerl-trl push adapter {output} <user>/<name> --base-model"):
         assert word in said, word
     results = json.loads((output / "results.json").read_text())
     assert results["before"]["total"] == results["after"]["total"] == 8
@@ -74,17 +55,15 @@ def test_says_what_it_does_and_leaves_everything_behind(finished):
     assert results["steps"] == 6
     assert (output / "adapter_config.json").is_file()
     sigma = [entry["aqn/sigma"] for entry in results["log_history"] if "aqn/sigma" in entry]
-    assert sigma[0] == 0
-    assert sigma[2] == pytest.approx(1e-2)
+    assert sigma[0] == 0 and sigma[2] == pytest.approx(1e-2)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, warm_training, tmp_path):
     """SIGKILL while starting, generating, updating or saving: the same command, repeated, ends bit-identically."""
     twin, _ = finished
     output, moments, kills = tmp_path / "run", random.Random(0), 0
-    for _ in range(4):
+    for _ in range(3):
         with open(os.devnull, "w") as nowhere:
             process = warm_training.start(command(output), ROOT, environment(), nowhere, nowhere)
         deadline = time.time() + 120
@@ -105,13 +84,10 @@ def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, warm_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arm", [{"base_format": "bf16", "aqn": "false"}, {"base_format": "full", "aqn": "true"}], ids=str
-)
-def test_control_arms_by_one_option(warm_training, tmp_path, arm):
-    words = command(tmp_path / "run", **arm, max_steps=2, save_steps=2)
+def test_a_control_arm_by_one_option(warm_training, tmp_path):
+    words = command(tmp_path / "run", base_format="full", max_steps=2, save_steps=2)
     said = said_by(warm_training.run(words, ROOT, environment()))
-    assert f"qerl-trl push {'model' if arm['base_format'] == 'full' else 'adapter'} " in said
+    assert "qerl-trl push model " in said
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["arm"]["base_format"] == arm["base_format"]
-    assert any("aqn/sigma" in entry for entry in results["log_history"]) is (arm["aqn"] == "true")
+    assert results["arm"]["base_format"] == "full"
+    assert any("aqn/sigma" in entry for entry in results["log_history"])

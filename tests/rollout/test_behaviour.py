@@ -1,14 +1,15 @@
-"""The policy that samples under noise: its log-probabilities, and TRL's correction by them with transformers' generation."""
+"""Log-probabilities of the noisy policy, and TRL's importance ratio from them with transformers' generation."""
 
 import pytest
 import torch
 from trl import GRPOTrainer
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
-from tests.test_arguments import QeRLGMPOConfig, QeRLGMPOTrainer
-from tests.test_trainer import logged, make_trainer, settings  # noqa: F401  (a fixture)
+from qerl_trl import QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+from tests.run.test_base import QeRLGMPOConfig, QeRLGMPOTrainer
+from tests.trainers import logged, settings
 
 NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.3, "max_steps": 1}
+RATIO = "sampling/importance_sampling_ratio/mean"
 
 
 def by_hand(model, batch, temperature):
@@ -22,7 +23,7 @@ def by_hand(model, batch, temperature):
 
 @pytest.fixture
 def seen(monkeypatch) -> list[tuple]:
-    """(batch, noisy and clean log-probabilities by hand) of each micro-batch, as TRL's loss has them."""
+    """(batch, noisy and clean log-probabilities by hand) of each micro-batch, as TRL's loss gets them."""
     seen, loss = [], GRPOTrainer._compute_loss
 
     def watching(trainer, model, batch):
@@ -35,7 +36,7 @@ def seen(monkeypatch) -> list[tuple]:
     return seen
 
 
-def test_transformers_rollouts_under_noise_are_corrected_by_the_ratio_of_the_two_policies(make_trainer, seen):  # noqa: F811
+def test_noisy_rollouts_are_corrected_by_the_ratio_of_the_two_policies(make_trainer, seen):
     trainer = make_trainer(**NOISE, temperature=0.7)
     trainer.train()
     ((batch, noisy, clean),) = seen
@@ -45,21 +46,21 @@ def test_transformers_rollouts_under_noise_are_corrected_by_the_ratio_of_the_two
     expected = ratio.clamp(max=trainer.vllm_importance_sampling_clip_max)
     torch.testing.assert_close(batch["importance_sampling_ratio"][mask], expected[mask], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch["sampling_per_token_logps"][mask], noisy[mask], rtol=1e-4, atol=1e-5)
-    assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([expected[mask].mean().item()])
+    assert logged(trainer, RATIO) == pytest.approx([expected[mask].mean().item()])
     d = (clean - noisy)[mask]
     assert logged(trainer, "rollout/mismatch_kl") == pytest.approx([(d.expm1() - d).mean().item()], rel=1e-3)
     assert logged(trainer, "rollout/truncated_fraction") == [pytest.approx((ratio[mask] > 3).float().mean().item())]
     assert trainer.use_vllm is False
 
 
-def test_the_ratio_enters_the_loss(make_trainer):  # noqa: F811
+def test_the_ratio_enters_the_loss(make_trainer):
     trainer = make_trainer(**NOISE, vllm_importance_sampling_clip_max=0.0)
     trainer.train()
     assert logged(trainer, "grad_norm") == [0.0]
 
 
 @pytest.mark.parametrize("options", [{"aqn_sigma_start": 0.0}, {"aqn_scope": "policy"}], ids=["no-noise", "policy"])
-def test_without_a_difference_nothing_more_is_computed(make_trainer, options):  # noqa: F811
+def test_without_a_difference_nothing_more_is_computed(make_trainer, options):
     trainer = make_trainer(**NOISE | options)
     calls, logps = [], trainer._get_per_token_logps_and_entropies
 
@@ -70,10 +71,10 @@ def test_without_a_difference_nothing_more_is_computed(make_trainer, options):  
     trainer._get_per_token_logps_and_entropies = counting
     trainer.train()
     assert calls == [True]  # the loss's own
-    assert not logged(trainer, "sampling/importance_sampling_ratio/mean")
+    assert not logged(trainer, RATIO)
 
 
-def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer, seen):  # noqa: F811
+def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer, seen):
     """A rollout function that returns no log-probabilities, and marks tokens that the model did not sample."""
 
     def rollout(prompts, trainer):
@@ -101,20 +102,6 @@ def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer, seen):  # 
     torch.testing.assert_close(batch["importance_sampling_ratio"][sampled], ratio[sampled], rtol=1e-4, atol=1e-5)
 
 
-def test_a_correction_that_is_switched_off_stays_off(make_trainer, seen):  # noqa: F811
-    trainer = make_trainer(**NOISE, vllm_importance_sampling_correction=False)
-    trainer.train()
-    assert "importance_sampling_ratio" not in seen[0][0]
-    assert logged(trainer, "rollout/mismatch_kl")[0] > 0
-
-
-def test_rloo_corrects_for_no_engine(make_trainer):  # noqa: F811
-    trainer = make_trainer(trainer_class=QeRLRLOOTrainer, **NOISE)
-    trainer.train()
-    assert logged(trainer, "rollout/mismatch_kl")[0] > 0
-    assert trainer.use_vllm is False
-
-
 class Passing(QeRLGRPOTrainer):
     """Its loss is the parent's."""
 
@@ -122,31 +109,27 @@ class Passing(QeRLGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
+NO_CORRECTION = {"vllm_importance_sampling_correction": False}
+
+
 @pytest.mark.parametrize(
-    ("trainer_class", "options", "why"),
+    ("trainer_class", "config", "options", "why"),
     [
-        (QeRLGRPOTrainer, {}, None),
-        (Passing, {}, None),
-        (QeRLGRPOTrainer, {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False"),
-        (QeRLRLOOTrainer, {}, "has no importance sampling correction"),
-        (QeRLRLOOTrainer, {"aqn_scope": "policy"}, None),
-        (QeRLGMPOTrainer, {"aqn": False}, None),
+        (Passing, None, {}, None),
+        (QeRLGRPOTrainer, None, NO_CORRECTION, "vllm_importance_sampling_correction=False"),
+        (QeRLRLOOTrainer, QeRLRLOOConfig, {}, "has no importance sampling correction"),
+        (QeRLRLOOTrainer, QeRLRLOOConfig, {"aqn_scope": "policy"}, None),
+        (QeRLGMPOTrainer, QeRLGMPOConfig, {"aqn": False}, None),
     ],
 )
-def test_a_trainer_that_corrects_nothing_says_so_before_training(
-    make_trainer,  # noqa: F811
-    tmp_path,
-    caplog,
-    trainer_class,
-    options,
-    why,
-):
-    config = {QeRLRLOOTrainer: QeRLRLOOConfig, QeRLGMPOTrainer: QeRLGMPOConfig}.get(trainer_class, QeRLConfig)
-    trainer = make_trainer(trainer_class=trainer_class, args=settings(tmp_path, config, max_steps=1, **options))
+def test_uncorrected_noise_is_warned_of_once(make_trainer, tmp_path, caplog, trainer_class, config, options, why):
+    config = {"config": config} if config else {}
+    trainer = make_trainer(trainer_class=trainer_class, args=settings(tmp_path, **config, **NOISE | options))
     trainer.train()
+    if why is not None:
+        assert logged(trainer, "rollout/mismatch_kl")[0] > 0 and not logged(trainer, RATIO)
     trainer.train()
-    told = [record.message for record in caplog.records if "as if the clean policy had said it" in record.message]
-    assert len(told) == (why is not None)
-    for text in told:
-        assert text.startswith(f"{trainer_class.__name__} ") and why in text
-        assert "aqn_scope='policy'" in text and "aqn=False" in text
+    warned = [record.message for record in caplog.records if "as if the clean policy had said it" in record.message]
+    assert len(warned) == (why is not None)
+    for text in warned:
+        assert text.startswith(f"{trainer_class.__name__} ") and why in text and "aqn_scope='policy'" in text

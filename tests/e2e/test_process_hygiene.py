@@ -1,4 +1,4 @@
-"""A run leaves the process, and the objects that the user gave it, as it found them."""
+"""A run leaves the process and the user's objects as it found them."""
 
 import gc
 import logging
@@ -7,7 +7,7 @@ import sys
 import threading
 
 from qerl_trl import QeRLGRPOTrainer, from_pretrained
-from tests.test_trainer import LORA, PROMPTS, settings, spread_reward
+from tests.trainers import LORA, PROMPTS, settings, spread_reward
 
 
 def filters():
@@ -27,15 +27,13 @@ def process():
 
 
 def own_methods(given):
-    """Functions on the instance itself in place of its class's methods. `forward` is TRL's, with its own trainer too."""
+    """Functions of the instance in place of its class's methods. TRL replaces `forward` itself."""
     return {n: each for n, each in vars(given).items() if callable(each) and hasattr(type(given), n) and n != "forward"}
 
 
-def test_a_run_leaves_everything_as_it_was(tiny_model_dir, tiny_tokenizer, tmp_path):
-    model, args = (
-        from_pretrained(tiny_model_dir("qwen2")),
-        settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1),
-    )
+def test_a_run_leaves_no_traces(tiny_model_dir, tiny_tokenizer, tmp_path):
+    model = from_pretrained(tiny_model_dir("qwen2"))
+    args = settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     given = {"model": model, "tokenizer": tiny_tokenizer, "arguments": args}
     before = process() | {name: own_methods(each) for name, each in given.items()}
     trainer = QeRLGRPOTrainer(

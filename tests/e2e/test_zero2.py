@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO-2: two processes that share the optimizer out train, save and export what plain data parallelism does.
+"""DeepSpeed ZeRO-2: two processes with half of the optimizer each train, save and export like plain data parallelism.
 
-Run by `make zero2`, in an environment that has deepspeed. The settings are those that `accelerate launch` makes of the shipped
-examples/accelerate/zero2_2.yaml, but for float32, in which the two ways compare closely. One pair of processes does everything that ends well.
+Run by `make zero2`, in an environment with deepspeed, with the settings of examples/accelerate/zero2_2.yaml, and in
+float32, for a close comparison. One pair of processes does everything but the failures.
 """
 
 import os
@@ -18,21 +18,21 @@ from transformers import AutoModelForCausalLM, training_args
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish.load import load_policy
+from tests.e2e.sharding import TRAINING, close, logits, trained
 from tests.faults.tiny_runs import WEIGHTS
 from tests.ranks import on_ranks
-from tests.test_sharded import TRAINING, close, logits, trained
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 deepspeed = pytest.importorskip("deepspeed")
 
-SHIPPED = Path(__file__).parents[1] / "examples/accelerate/zero2_2.yaml"
-#: accelerate finds gloo by itself only where it is told to use the CPU, and leaves DeepSpeed out then
+SHIPPED = Path(__file__).parents[2] / "examples/accelerate/zero2_2.yaml"
+#: with use_cpu accelerate finds gloo by itself, but leaves DeepSpeed out
 ON_CPU = {"use_cpu": False, "ddp_backend": "gloo"}
 STEPS = {"save_steps": 1, "max_steps": 2, **ON_CPU}
 
 
 def launched() -> dict[str, str]:
-    """What `accelerate launch` puts into the environment of its processes for the shipped file."""
+    """Environment variables of `accelerate launch` for the shipped file."""
     arguments = launch.launch_command_parser().parse_args(
         ["--config_file", str(SHIPPED), "--main_process_port", "0", "train.py"]
     )
@@ -44,17 +44,16 @@ def launched() -> dict[str, str]:
 
 
 def as_launched(**others: str) -> None:
-    """This process, forked for a test, as one that the launcher has started on a GPU."""
+    """Makes this forked process like one of the launcher's on a GPU."""
     os.environ |= launched() | others
     training_args.is_torch_bf16_gpu_available = lambda: True
-    # what inference reduces in, compiled when a process starts
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 
 
 def share_of_the_optimizer(trainer) -> float:
-    """Of the numbers that Adam keeps of each trained one, the part that this process has."""
+    """This process's part of Adam's state."""
     optimizer = trainer.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -88,7 +87,7 @@ def work(rank: int, tiny_runs, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both(tiny_runs, tmp_path_factory):
-    """What each of the two processes found, and the folder of what they left."""
+    """Results of the two processes, and their folder."""
     folder = tmp_path_factory.mktemp("zero2")
 
     def saving(rank):
@@ -99,7 +98,7 @@ def both(tiny_runs, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)], folder
 
 
-def test_it_trains_what_plain_data_parallelism_trains(both):
+def test_it_trains_like_plain_data_parallelism(both):
     (first, second), _ = both
     close(first["float32"]["trained"], second["float32"]["trained"], rtol=0, atol=0)
     close(first["float32"]["trained"], first["plain"], rtol=1e-4, atol=1e-6)
@@ -107,16 +106,11 @@ def test_it_trains_what_plain_data_parallelism_trains(both):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_each_process_has_half_of_the_optimizer(both, precision):
+def test_each_process_has_half_of_the_optimizer_and_resumes_bit_for_bit(both, precision):
     for found in both[0]:
         assert found[precision]["precision"] == {"float32": "no", "bf16": "bf16"}[precision]
         assert found[precision]["stage"] == 2
         assert found[precision]["share"] == pytest.approx(0.5, rel=0.01)
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_it_resumes_bit_for_bit(both, precision):
-    for found in both[0]:
         assert all(tensor.isfinite().all() for tensor in found[precision]["trained"].values())
         close(found[precision]["resumed"], found[precision]["trained"], rtol=0, atol=0)
 
@@ -130,11 +124,11 @@ def test_a_checkpoint_has_both_parts_of_the_optimizer_and_no_base(both, precisio
         sealed = seal.sealed_files(whole)
         assert sum(name.endswith("optim_states.pt") for name in sealed) == 2
         (weights,) = (name for name in sealed if name.endswith("model_states.pt"))
-        beside = set(torch.load(whole / weights, weights_only=False)["module"]) - set(found[0][precision]["trained"])
-        assert beside == {"base_model.model.lm_head.weight"}  # DeepSpeed leaves out what is tied under one of its names
+        others = set(torch.load(whole / weights, weights_only=False)["module"]) - set(found[0][precision]["trained"])
+        assert others == {"base_model.model.lm_head.weight"}  # of tied weights DeepSpeed leaves out one name
 
 
-def test_one_process_computes_the_same_from_what_was_saved(both):
+def test_saved_files_give_the_same_logits_in_one_process(both):
     (first, second), folder = both
     expected = first["float32"]["logits"]
     assert torch.equal(expected, second["float32"]["logits"])
@@ -144,20 +138,20 @@ def test_one_process_computes_the_same_from_what_was_saved(both):
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_in_bf16_the_adapter_that_is_saved_is_the_one_that_was_trained(both):
+def test_in_bf16_the_trained_adapter_is_saved(both):
     (first, second), folder = both
     close(first["bf16"]["trained"], second["bf16"]["trained"], rtol=0, atol=0)
     saved = load_file(folder / "bf16" / WEIGHTS)
-    held = {name.replace(".default", ""): tensor for name, tensor in first["bf16"]["trained"].items()}
-    close(saved, held, rtol=0, atol=0)
-    away = [(held[name] - tensor).abs().max() for name, tensor in load_file(folder / "float32" / WEIGHTS).items()]
+    kept = {name.replace(".default", ""): tensor for name, tensor in first["bf16"]["trained"].items()}
+    close(saved, kept, rtol=0, atol=0)
+    away = [(kept[name] - tensor).abs().max() for name, tensor in load_file(folder / "float32" / WEIGHTS).items()]
     assert max(away) < 0.01  # it has the learning rate 0.001
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_what_is_not_finite_in_one_process_ends_both(what, precision, tiny_runs, tmp_path):
-    """DeepSpeed's backward pass takes the step too; where a gradient is not finite it leaves the step out, and goes on."""
+def test_a_non_finite_value_in_one_process_ends_both(what, precision, tiny_runs, tmp_path):
+    """DeepSpeed's backward pass takes the step too, and skips it if a gradient is not finite."""
     run = tmp_path / "run"
 
     def failing(rank):

@@ -1,4 +1,4 @@
-"""What a run that goes wrong says, once each: from metrics as TRL logs them."""
+"""Warnings of a run without a learning signal, from metrics as TRL logs them."""
 
 import json
 import logging
@@ -9,18 +9,13 @@ import pytest
 
 from qerl_trl.checks.learning import SignalMonitor
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture
 def monitor(caplog):
     caplog.set_level(logging.WARNING)
     return SignalMonitor(zero_advantage_patience=10)
-
-
-def arguments(**given):
-    plain = {"max_completion_length": 320, "mask_truncated_completions": False, "generation_kwargs": None}
-    return types.SimpleNamespace(**plain | given)
 
 
 def entropies(monitor, values, each=1):
@@ -70,37 +65,34 @@ def test_recorded_healthy_runs_do_not_warn(monitor, caplog):
     assert len(runs) == 15 and min(min(values) / values[0] for values in runs) < 0.25 and not caplog.records
 
 
-@pytest.mark.parametrize("ratio", [0.84, 1.0])
-def test_clipped_completions_warn_once(monitor, caplog, ratio):
-    for step in range(5):
-        monitor.clipped(ratio, 300.0, step, arguments(max_completion_length=300))
-    message = only_message(caplog)
-    assert f"{ratio:.0%} of the completions at step 2" in message and "max_completion_length=300 (limit 50%" in message
+CHANCE = [0.6, 0.7, 0.4, 0.6, 0.7]
+MASK = {"mask_truncated_completions": True}
 
 
 @pytest.mark.parametrize(
-    ("ratio", "length", "given"),
+    ("ratios", "length", "given", "warned"),
     [
-        (0.477, 250.0, {}),
-        (1.0, 40.0, {}),  # a stop string or a rollout function ended them
-        (1.0, 320.0, {"generation_kwargs": {"ignore_eos": True}}),
+        (
+            [0.84] * 5,
+            320.0,
+            {},
+            "84% of the completions at step 2 have no end within max_completion_length=320 (limit 50%",
+        ),
+        ([1.0] * 5, 320.0, {}, "100% of the completions at step 2"),
+        ([1.0] * 5, 40.0, MASK, "at step 0"),  # TRL trains on a loss of 0 then
+        ([0.477] * 5, 250.0, {}, None),
+        (CHANCE, 320.0, {}, None),
+        ([1.0] * 5, 40.0, {}, None),  # a stop string or a rollout function ended them
+        ([1.0] * 5, 320.0, {"generation_kwargs": {"ignore_eos": True}}, None),
     ],
-    ids=["healthy", "stop", "fixed"],
+    ids=["clipped", "all", "masked", "healthy", "chance", "stop", "fixed"],
 )
-def test_completions_that_end_otherwise_are_not_clipped(monitor, caplog, ratio, length, given):
-    for step in range(5):
-        monitor.clipped(ratio, length, step, arguments(**given))
-    assert not caplog.records
-
-
-def test_one_rollout_beyond_a_limit_is_chance(monitor, caplog):
-    for step, ratio in enumerate([0.6, 0.7, 0.4, 0.6, 0.7]):
-        monitor.clipped(ratio, 320.0, step, arguments())
-    assert not caplog.records
-
-
-def test_a_rollout_that_is_masked_as_a_whole_warns_at_once(monitor, caplog):
-    """TRL trains on a loss of 0 then."""
-    for step in range(5):
-        monitor.clipped(1.0, 40.0, step, arguments(mask_truncated_completions=True))
-    assert "at step 0" in only_message(caplog) and "mask_truncated_completions leaves no loss" in caplog.text
+def test_clipped_completions_warn_once(monitor, caplog, ratios, length, given, warned):
+    plain = {"max_completion_length": 320, "mask_truncated_completions": False, "generation_kwargs": None}
+    for step, ratio in enumerate(ratios):
+        monitor.clipped(ratio, length, step, types.SimpleNamespace(**plain | given))
+    if warned is None:
+        assert not caplog.records
+    else:
+        assert warned in only_message(caplog)
+        assert ("mask_truncated_completions leaves no loss" in caplog.text) is (given == MASK)

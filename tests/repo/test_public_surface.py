@@ -1,4 +1,4 @@
-"""The names and settings that users write. What is taken out, is taken out of public_surface.json in the same commit, and said in CHANGELOG.md."""
+"""The names and settings that users write. A removal is a change of public_surface.json and a line of CHANGELOG.md."""
 
 import dataclasses
 import json
