@@ -14,7 +14,8 @@ from qerl_trl.checkpoint.fingerprint import base_sha256
 from qerl_trl.publish import export
 from qerl_trl.publish.export import logits_of
 from qerl_trl.publish.load import load_policy
-from tests.faults.tiny_runs import REPO, call
+from tests.faults.tiny_runs import call
+from tests.hub_server import REPO
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
 
