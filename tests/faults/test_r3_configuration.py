@@ -97,7 +97,7 @@ def test_a_model_without_a_norm_for_the_noise_is_refused(make, tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model("olmo2", **sizes, **heads, eos_token_id=1, pad_token_id=0, bos_token_id=None)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "olmo2")
-    with raises(ValueError, "Olmo2", "no norm whose output feeds a linear layer", "aqn=False"):
+    with raises(ValueError, "Olmo2", "no norm that feeds a linear layer", "aqn=False"):
         make(lora(), model=str(tmp_path / "olmo2"), base_format="bf16")
 
 

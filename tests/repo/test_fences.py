@@ -1,9 +1,11 @@
 """The order of the wings of the package (`src/qerl_trl/`), and sizes of files and classes."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,60 @@ def test_an_operator_is_registered_once():
     names = sorted(name for file in sources for name in calls.findall(file.read_text()))
     assert {"linear", "linear_backward", "dequantize", "quantize", "rms_norm"} <= set(names)
     assert len(set(names)) == len(names), names
+
+
+# --- language ---------------------------------------------------------------------------------------------------------
+
+ROOT = PACKAGE.parents[1]
+#: words of this project's own dialect; CONTRIBUTING.md has the plain ones
+DIALECT = re.compile(r"\b(anew|as it is|goes on|says so|is told|beside|whose|of which)\b", re.IGNORECASE)
+LOGS = {"warn", "warning", "warning_once", "info", "error"}
+PYTHON = [
+    file for wing in ("src", "tests", "benchmarks", "examples", "kernels") for file in (ROOT / wing).rglob("*.py")
+]
+
+
+def constant_part(node: ast.AST) -> str:
+    """The text of a string, without the values in an f-string."""
+    if isinstance(node, ast.BinOp):
+        return constant_part(node.left) + constant_part(node.right)
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+
+
+def messages(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, text) of every exception, warning and log."""
+    calls = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGS:
+            calls.append(node)
+    return [(argument.lineno, constant_part(argument)) for call in calls for argument in call.args]
+
+
+def prose(file: Path) -> list[tuple[int, str]]:
+    """(line, text) of every docstring, comment and message."""
+    tree = ast.parse(text := file.read_text())
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    found = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            found += enumerate(ast.get_docstring(node, clean=False).splitlines(), node.body[0].lineno)
+    return found + messages(tree)
+
+
+def test_lines_are_short():
+    lines = [(file, at, line) for file in PYTHON for at, line in enumerate(file.read_text().splitlines(), 1)]
+    long = [f"{file}:{at}" for file, at, line in lines if len(line) > 120 and "torch-ext" not in file.parts]
+    assert not long, "\n".join(long)
+
+
+def test_messages_are_short():
+    found = [(file, at, len(text)) for file in MODULES.values() for at, text in messages(ast.parse(file.read_text()))]
+    long = [f"{file}:{at}: {count} characters, at most 200" for file, at, count in found if count > 200]
+    assert not long, "\n".join(long)
+
+
+def test_words_are_plain():
+    found = [(file, at, DIALECT.search(text)) for file in MODULES.values() for at, text in prose(file)]
+    old = [f"{file}:{at}: {match[0]}" for file, at, match in found if match]
+    assert not old, "\n".join(old)

@@ -66,7 +66,7 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
             continue
         name = canonical_name(path)
         tensors = {name: parameter}
-        if (state := getattr(parameter, "quant_state", None)) is not None:  # of bitsandbytes': the scales beside it too
+        if (state := getattr(parameter, "quant_state", None)) is not None:  # bitsandbytes: with its scales
             tensors |= {f"{name}.{key}": value for key, value in state.as_dict().items()}
         for key, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):

@@ -232,9 +232,8 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
     if not grads:
         raise RuntimeError(
-            f"No trained parameter got a gradient at step {step}: the adapter was switched off "
-            "(disable_adapter_layers, in a callback?), or requires_grad was taken from it. Switch it on again, and "
-            "resume from the last checkpoint."
+            f"No trained parameter got a gradient at step {step}: the adapter was disabled (disable_adapter_layers in "
+            "a callback?) or has requires_grad=False. Enable it and resume from the last checkpoint."
         )
     magnitude = largest_magnitude(grads)  # the norm of n entries is at most sqrt(n) times this
     if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:
@@ -269,9 +268,8 @@ def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
     if accelerator.optimizer_step_was_skipped or not finite:
         taken = "was not taken" if accelerator.optimizer_step_was_skipped else "may have been taken"
         raise RuntimeError(
-            f"The norm of the gradient is {norm} at step {step}: not finite, or beyond what Adam can square in "
-            f"float32. The optimizer step {taken}, and nothing of it is saved. Resume from the last checkpoint with a "
-            "lower learning rate."
+            f"The gradient norm is {norm} at step {step}: not finite, or its square overflows float32 in Adam. The "
+            f"optimizer step {taken} and is not saved. Resume from the last checkpoint with a lower learning rate."
         )
 
 

@@ -171,7 +171,7 @@ def arms(
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the "
-            f".log beside each folder of {output_dir}. Start the same command again: runs that have ended stay, the "
+            f".log next to each folder of {output_dir}. Start the same command again: runs that have ended stay, the "
             "others are resumed."
         )
 

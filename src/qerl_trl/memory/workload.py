@@ -338,7 +338,7 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
                 if max(ids, default=0) >= known:
                     raise ValueError(
                         f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size). Pass the "
-                        "model's own tokenizer as processing_class, or a base whose embeddings were resized "
+                        "model's own tokenizer as processing_class, or a base with resized embeddings "
                         "(resize_token_embeddings)."
                     )
                 yield len(ids)

@@ -121,8 +121,8 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
     config = copy.copy(config)
     if has_experts(model_config):  # PEFT would adapt experts and routers too, as bare parameters
         logger.warning(
-            "This model is a mixture of experts: the adapter goes on its attention only, experts and routers stay as "
-            "they are. Name target_modules to choose yourself."
+            "This model is a mixture of experts: only its attention gets an adapter, not experts and routers. "
+            "Name target_modules to choose yourself."
         )
         config.target_modules = list(ATTENTION)
     else:

@@ -108,7 +108,7 @@ class AQNCallback(TrainerCallback):
         self._seed = 0
         self._given_norms = norms
         self._noise: NormNoise | None = None
-        self._sampling_model: nn.Module | None = None  # the module whose generate() samples
+        self._sampling_model: nn.Module | None = None  # the module that samples by generate()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._state: TrainerState | None = None
         self._in_step = self._entered = False
@@ -204,9 +204,9 @@ class AQNCallback(TrainerCallback):
             if not ran:
                 drawn = f"Noise of sigma {draw.sigma:g} was drawn" if noisy else "Noise is to come"
                 raise RuntimeError(
-                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or "
-                    "engine generated. Sample from trainer.model (in rollout_func), pass aqn=False, or set "
-                    "callback.engine = True and hand callback.draw to that engine."
+                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model "
+                    "generated. Sample from trainer.model, pass aqn=False, or set callback.engine = True and give that "
+                    "engine callback.draw."
                 )
         finally:
             self.draw = None
@@ -356,7 +356,6 @@ class AQNCallback(TrainerCallback):
             )
         if self.scope == "rollout" and not self.explicit:
             logger.warning_once(
-                "AQNCallback alone, with scope='rollout': this trainer takes noisy completions for the clean policy's. "
-                "Use QeRLGRPOTrainer, which corrects the update, or scope='policy', in which nothing needs a "
-                "correction."
+                "AQNCallback with scope='rollout': this trainer treats noisy completions as the clean policy's. Use "
+                "QeRLGRPOTrainer, which corrects the update, or scope='policy', which needs no correction."
             )

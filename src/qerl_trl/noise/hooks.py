@@ -42,9 +42,9 @@ class NoiseDraw(NamedTuple):
         if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
             return
         raise RuntimeError(
-            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and the engine's norms have "
-            f"{effective:.4g}: earlier noise was left on or adds up, or norms are rounded. Restart the engine and "
-            "resume from the last checkpoint, or pass aqn=False."
+            f"Noise of sigma {self.sigma:g} was requested at step {self.step}, but the engine's norms have "
+            f"{effective:.4g}: earlier noise was left on, or norms are rounded. Restart the engine and resume from "
+            "the last checkpoint, or pass aqn=False."
         )
 
 
@@ -242,7 +242,7 @@ def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bo
 
     Returns:
         False if unsupported, with the hooks left on: norms computed by torch's kernels in one dtype, norms with foreign
-        hooks, or 16-bit norms without autocast, whose readers would get another dtype.
+        hooks, or 16-bit norms without autocast, which would return another dtype.
     """
     found = [(module, *_noisy_modules[module]) for module in modules if module in _noisy_modules]
     noisy = [(module, noise, name) for module, known, name in found if (noise := known()) is not None]

@@ -25,7 +25,7 @@ from ..support.phases import evaluation_mode
 
 
 def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
-    """Norms whose output feeds a linear layer other than the output head, by canonical name, in model order.
+    """Norms that feed a linear layer other than the output head, by canonical name, in model order.
 
     Runs one forward of four tokens; random state, gradients and training flags are unchanged. Under FSDP2 and ZeRO-3 it
     is collective: call this on every rank.
@@ -59,9 +59,8 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
         seen = sorted({type(module).__name__ for module in norms.values()}) or ["none"]
         base = whole.get_base_model() if isinstance(whole, PeftModel) else whole
         raise ValueError(
-            f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: "
-            f"{', '.join(seen)}), as in OLMo-2, where norms follow the linear layers. Train without noise (aqn=False, "
-            "or drop the AQNCallback), or choose a pre-norm model."
+            f"{type(base).__name__} has no norm that feeds a linear layer, as in OLMo-2 (norm classes of hidden size: "
+            f"{', '.join(seen)}). Train without noise (aqn=False, or no AQNCallback), or choose a pre-norm model."
         )
     return found
 

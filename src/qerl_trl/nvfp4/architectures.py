@@ -52,7 +52,7 @@ class Architecture:
         fused: vLLM's layer -> the checkpoint's linears in it, in row order. They share one storage and one global
             scale, so they are packed all or none. A matrix fused in the checkpoint maps to itself.
         heads: names of output heads, never quantized: TRL computes log-probabilities from their weight.
-        dense: further dense linears: gates of a few outputs, whose errors reach every token of a state.
+        dense: further dense linears: gates of a few outputs; their errors reach every token of a state.
         unadapted: further linears without an adapter by default, in addition to those in `dense`.
         outside_vllm: reason against rollouts in vLLM on the trainer's weights; empty if there is none.
     """

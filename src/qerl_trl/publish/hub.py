@@ -298,8 +298,7 @@ def require_hub_base(base: str) -> None:
     if not is_hub_id(base):
         raise ValueError(
             f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load it. Publish it "
-            "first (qerl-trl push base), and name it: base_model='user/name' (--base-model; while training "
-            "hub_base_model)."
+            "first (qerl-trl push base), then pass base_model='user/name' (--base-model, hub_base_model)."
         )
 
 

@@ -185,9 +185,8 @@ def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, s
         reverted = revert_weight_conversion(model, {entry.name: stand_in})
         if len(reverted) != 1 or next(iter(reverted.values())).shape != stand_in.shape:
             raise ValueError(
-                f"{type(model).__name__} keeps {entry.name} in another form in memory than on disk, which a "
-                "tensor-by-tensor export cannot undo. Publish the adapter, or merge with PEFT (merge_and_unload) and "
-                "save_pretrained, which needs the whole dense model."
+                f"{type(model).__name__} has {entry.name} in another form in memory than on disk, so it cannot be "
+                "exported tensor by tensor. Publish the adapter, or use PEFT's merge_and_unload and save_pretrained."
             )
         names[entry.name] = next(iter(reverted))
     return names

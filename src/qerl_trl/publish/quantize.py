@@ -114,7 +114,7 @@ def quantize_folder(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if quantization_of(config) is not None:
         method = config.quantization_config.get("quant_method")
-        raise ValueError(f"{model} is quantized already ({method}). Use it as it is, or quantize the original model.")
+        raise ValueError(f"{model} is quantized already ({method}). Use it unchanged, or quantize the original model.")
     dtype = "float16" if str(config.dtype) in ("float16", "torch.float16") else "bfloat16"
     nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, dtype)
     loading.begin(folder)

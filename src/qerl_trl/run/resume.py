@@ -237,9 +237,8 @@ class SaveBetweenRollouts:
         if "should_save" in self._pending and not self._told:
             self._told = True
             logger.warning(
-                "The checkpoint due at step %d is written after the next step that ends a rollout: one rollout is "
-                "used for %d steps here, and a run goes on as it was only between rollouts. With save_steps a "
-                "multiple of %d every save falls there.",
+                "The checkpoint due at step %d is written after the next step that ends a rollout (%d steps each): an "
+                "exact resume starts between rollouts. Set save_steps to a multiple of %d to save on time.",
                 state.global_step,
                 every := rollout_every // math.gcd(rollout_every, args.gradient_accumulation_steps),
                 every,

@@ -3,8 +3,8 @@
 With pi the trained policy, mu the sampling policy and pi_old the trained one at sampling time, TRL's loss needs pi /
 pi_old and, to correct for the engine (or for noise, `rollout/mismatch.py`), pi_old / mu. If all completions of a
 rollout are used within one optimizer step, pi_old is pi: without vLLM TRL then takes `per_token_logps.detach()`, with
-vLLM it computes pi_old in a separate forward, for pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward,
-whose dropout mask differs from the update's anyway. While TRL scores a rollout it gets NaN, counted as a token without
+vLLM it computes pi_old in a separate forward, for pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward;
+its dropout mask differs from the update's anyway. While TRL scores a rollout it gets NaN, counted as a token without
 a log-probability; in the loss, once the update's forward has log pi, the ratio replaces it.
 
 Shapes: B sequences, T tokens of a completion, P processes.
@@ -65,7 +65,7 @@ class OnePass:
         self._skip = False
         #: whether TRL generates and scores a rollout now
         self.scoring = False
-        #: the micro-batch whose loss is being computed, until it has its log-probabilities
+        #: the micro-batch in the loss, until it has its log-probabilities
         self._batch: dict[str, Any] | None = None
         self._seen: list[dict[str, torch.Tensor]] = []
 

@@ -138,8 +138,8 @@ class AdaptedMethod(LinearMethodBase):
             splits = [sum(widths)] if len(self.names) == 1 else list(self.rows or ())
             if sum(splits) != sum(widths) or (self.rank and ranks > 1):
                 raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards, and nothing says which rows of this rank are "
-                    "whose. Use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
+                    f"vLLM holds {self.names} as {len(widths)} shards, without the rows of each on this rank. "
+                    "Use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
                 )
         layer.qerl_splits = splits
         layer.input_size_per_partition, layer.output_size_per_partition = k, sum(widths)
