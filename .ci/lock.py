@@ -1,4 +1,4 @@
-"""Write every installed distribution with its exact version as pip constraints: `python .ci/lock.py FILE` (see `make lock`)."""
+"""Write every installed distribution as a pip constraint: `python .ci/lock.py FILE` (see `make lock`)."""
 
 import importlib.metadata
 import platform
@@ -23,6 +23,7 @@ def constraints() -> list[str]:
 if __name__ == "__main__":
     header = [
         "# The CPU environment of `make demo` and `make test`, complete: `pip install -c constraints/cpu.txt ...`.",
-        f"# Written by `make lock` on Python {platform.python_version()}, {platform.system()} {platform.machine()}; do not edit.",
+        f"# Written by `make lock` on Python {platform.python_version()}, {platform.system()} {platform.machine()}; "
+        "do not edit.",
     ]
     Path(sys.argv[1]).write_text("\n".join([*header, *constraints()]) + "\n")
