@@ -157,21 +157,21 @@ DIALECT = re.compile(r"\b(anew|as it is|goes on|says so|is told|beside|whose|of 
 LOGS = {"warn", "warning", "warning_once", "info", "error"}
 
 
-def constant_part(node: ast.AST) -> str:
-    """The text of a string, without the values in an f-string."""
+def constant_part(node: ast.AST, value: str = "") -> str:
+    """The text of a string, with `value` for the values in an f-string."""
     if isinstance(node, ast.BinOp):
-        return constant_part(node.left) + constant_part(node.right)
+        return constant_part(node.left, value) + constant_part(node.right, value)
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    return "".join(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else value for part in parts)
 
 
-def messages(tree: ast.AST) -> list[tuple[int, str]]:
+def messages(tree: ast.AST, value: str = "") -> list[tuple[int, str]]:
     """(line, text) of every exception, warning and log."""
     calls = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGS:
             calls.append(node)
-    return [(argument.lineno, constant_part(argument)) for call in calls for argument in call.args]
+    return [(argument.lineno, constant_part(argument, value)) for call in calls for argument in call.args]
 
 
 def prose(file: Path) -> list[tuple[int, str]]:
