@@ -47,7 +47,7 @@ def importance_ratio(
         trained, sampled: log-probabilities (B, T) of the sampled tokens under pi_old and mu; NaN: no difference.
         mask: (B, T), 1 at sampled tokens.
 
-    Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions`; compared in `tests/update/test_passes.py`.
+    Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions`; compared in `tests/update/test_one_pass.py`.
     """
     level, _, how = correction.mode.partition("_")
     difference = torch.nan_to_num((trained - sampled) * mask, nan=0.0)
