@@ -129,7 +129,7 @@ def test_uncorrected_noise_is_warned_of_once(make_trainer, tmp_path, caplog, tra
     if why is not None:
         assert logged(trainer, "rollout/mismatch_kl")[0] > 0 and not logged(trainer, RATIO)
     trainer.train()
-    warned = [record.message for record in caplog.records if "as if the clean policy had said it" in record.message]
+    warned = [record.message for record in caplog.records if "as if the clean policy had drawn them" in record.message]
     assert len(warned) == (why is not None)
     for text in warned:
         assert text.startswith(f"{trainer_class.__name__} ") and why in text and "aqn_scope='policy'" in text

@@ -7,7 +7,7 @@
 | `RankWithoutEngine` | here | server mode, every other process: joins the main process's requests |
 
 Every process calls every method, in the same order. Changes to an engine (`put_...`, `set_noise`) invalidate cached
-attention states: call `reset_prefix_cache` before the next `generate`. `put` does all three, in one server request.
+attention states: call `reset_prefix_cache` before the next `generate`. `put` makes all three calls in one request.
 """
 # ruff: noqa: B027  (an engine overrides only the methods it needs)
 
@@ -28,13 +28,13 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from ..noise.hooks import NoiseDraw
 
-#: the server's path for the trainer (vllm/worker.py): POST calls the worker extension, PUT uploads an update
+#: URL path for the trainer's requests (vllm/worker.py): POST calls the worker extension, PUT uploads an update
 CALL = "/qerl/call"
-#: the worker extension
+#: class that `vllm serve` mixes into its workers
 WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
-#: time limit of a request to it, in seconds
+#: time limit of a request to `CALL`, in seconds
 MESSAGE_TIMEOUT = 300
-#: vLLM's environment variable of its batch-invariant mode; ours follows it
+#: vLLM's environment variable for batch-invariant mode; our kernels obey it too
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
@@ -53,12 +53,12 @@ class AdapterTensors:
 
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
-    """Digest of tensors by their sums: blind to a permutation within one tensor."""
+    """Return a digest of the tensors' sums; a permutation within one tensor does not change it."""
     return fingerprint(("", tensor) for tensor in tensors)
 
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Digest of named tensors, in order; reads each once, with one device sync."""
+    """Return a digest of named tensors, in order; reads each once, with one device sync."""
     found = list(named)
     names, tensors = [name for name, _ in found], [tensor for _, tensor in found]
     on_cpu = bool(tensors) and tensors[0].is_cpu
@@ -67,8 +67,8 @@ def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Like `bits`, a sum that changes with the content: of 8-byte words on a CPU, without widening. Another number
-    than `bits`: compare only sums of the same tensor on the same device."""
+    """Return a sum that changes with the content: `bits` on a GPU, on a CPU the faster sum of 8-byte words. The two
+    differ: compare only sums of the same tensor on the same device."""
     tensor = tensor.detach()
     start = tensor.storage_offset() * tensor.element_size()
     if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes % 8 == start % 8 == 0:
@@ -122,12 +122,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Seeds of a call's completions, a function of `entropy`: run, step and call."""
+    """Seeds for the completions of one call, computed from `entropy`: seed of the run, step and number of the call."""
 
     entropy: tuple[int, ...]
 
     def of(self, count: int) -> list[int]:
-        """`count` seeds, each in [0, 2^63)."""
+        """Return `count` seeds, each in [0, 2^63)."""
         return [int(seed) for seed in np.random.SeedSequence(self.entropy).generate_state(count, np.uint64) >> 1]
 
 
@@ -142,7 +142,7 @@ class Contents(NamedTuple):
     """State of an engine.
 
     received: fingerprint of the latest accepted update, None before the first.
-    damaged: names of the adapter buffers with other bits than in the update.
+    damaged: names of the adapter buffers whose bits differ from the update.
     draw: current noise, None before the first.
     """
 
@@ -156,7 +156,7 @@ class Engine(ABC):
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
         """Replace the adapter, by canonical layer names, and the clean weights of the trained norms. Layers missing
-        from `adapter` have none afterwards; current noise stays on. Raises `RuntimeError` or `ValueError` if the engine
+        from `adapter` lose theirs; current noise stays on. Raises `RuntimeError` or `ValueError` if the engine
         refuses the update; its state is then unchanged, bit for bit."""
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -171,8 +171,8 @@ class Engine(ABC):
         """Forget cached attention states. Raises [`RolloutError`] if the engine refuses."""
 
     def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
-        """`put_adapter` with `update`, `set_noise` with `draw` on the norms `noisy` (both unless None), then
-        `reset_prefix_cache`. Returns as `set_noise`; None without a draw. A refused update changes nothing."""
+        """Call `put_adapter` with `update` and `set_noise` with `draw` on the norms `noisy` (each unless None), then
+        `reset_prefix_cache`. Returns the result of `set_noise`; None without a draw. A refused update has no effect."""
         if update is not None:
             self.put_adapter(update.adapter, update.norms)
         effective = None if draw is None else self.set_noise(noisy, draw)
@@ -181,15 +181,15 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """One completion for each of this process's prompts (token ids), with the current adapter and noise."""
+        """Complete each of this process's prompts (token ids) once, with the current adapter and noise."""
 
     @abstractmethod
     def contents(self) -> Contents | None:
-        """State of the engine, read from its weights; None in a process without an engine."""
+        """Read the engine's state from its weights; None in a process without an engine."""
 
     @abstractmethod
     def trl_attributes(self) -> dict[str, Any]:
-        """Attributes read by TRL's `VLLMGeneration.generate`: `llm` or `vllm_client`."""
+        """Return the attributes that TRL's `VLLMGeneration.generate` reads: `llm` or `vllm_client`."""
 
     def sleep(self) -> None:
         """Free generation memory. Only `wake` and `close` may be called while asleep."""
@@ -221,11 +221,11 @@ class RankWithoutEngine(Engine):
         return {}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: this process has no engine."""
 
 
 def gather_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Number of prompts per process, and all prompts in rank order."""
+    """Return the number of prompts per process, and all prompts in rank order."""
     return gather_object([len(prompts)]), gather_object([list(prompt) for prompt in prompts])
 
 
@@ -258,7 +258,7 @@ def _launches() -> bool:
 
 
 def launch_each(dtype: torch.dtype) -> None:
-    """Call every sum kernel of an engine in `dtype` once with meta tensors, to compile it ahead; float32 adapter."""
+    """Compile the checksum kernels for an engine in `dtype` with a float32 adapter: call each on meta tensors."""
     from qerl_nvfp4.sums import rounded_sums, sums
 
     meta = torch.device("meta")
@@ -318,8 +318,8 @@ def largest_magnitude(tensors: Sequence[torch.Tensor]) -> float | None:
 def rounded(
     tensors: Sequence[torch.Tensor], factors: Sequence[float], like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each tensor times its factor, multiplied in float32 and rounded once to `like`'s dtype: `bits`, (count,) int64
-    (meaningless for NaN and infinity), and finiteness, (count,) bool; both on `like`'s device."""
+    """Multiply each tensor by its factor in float32 and round it once to `like`'s dtype. Returns the `bits`, (count,)
+    int64 (meaningless for NaN and infinity), and whether all values are finite, (count,) bool, on `like`'s device."""
     if like.is_cuda and _launches() and {(t.dtype, t.device) for t in tensors} == {(tensors[0].dtype, like.device)}:
         from qerl_nvfp4.sums import EXPONENT, rounded_sums
 
@@ -339,7 +339,7 @@ SECRET = "QERL_SERVER_SECRET"
 
 
 def secret() -> str:
-    """The secret of this process, sent as a bearer token. Raises `RuntimeError` if unset."""
+    """Return this process's server secret, sent as a bearer token. Raises `RuntimeError` if unset."""
     value = os.environ.get(SECRET, "").strip()
     if not value:
         raise RuntimeError(

@@ -5,10 +5,10 @@ Differences from the parent:
 | method | why |
 |---|---|
 | `_init_vllm` | builds one of our engines (engine.py) and probes it |
-| `start` (new) | the same at the start of training, if accelerate moves and shards the model then (supported.py) |
+| `start` (new) | does so when training starts, if accelerate moves and shards the model then (supported.py) |
 | `sync_weights` | syncs the trained weights (weights.py): the adapter, never merged; every weight with `full` |
 | `generate` | syncs adapter and noise first; puts the engine to sleep afterwards; reports a dead engine |
-| `rollout` (new) | the trainer's block around its whole `_generate` |
+| `rollout` (new) | context manager around the trainer's whole `_generate` |
 
 It serves every `base_format`; supported.py lists their limits.
 """
@@ -54,14 +54,14 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self.trainer = trainer
         self._stamp: tuple[int, str] | None = None  # step and stamp of the trained weights at the latest sync
-        self._put: str | None = None  # their fingerprint
+        self._put: str | None = None  # fingerprint of these weights
         self._draw: NoiseDraw | None = None
         self._noisy: tuple[str, ...] = ()
         self._inside = False
         self._calls: dict[tuple[int, bool], int] = {}  # calls of `generate` in this step
         self._probed = 0  # step of the latest probe
         self.shared = False
-        self.waits = False  # for accelerate to place the model
+        self.waits = False  # until accelerate has placed the model
         # log-probabilities of the latest rollout; TRL's RLOO drops them
         self.sampled_logps: list[list[float | None]] | None = None
         # TRL never reads the text, and decoding takes as long as a GPU step; only vLLM's `stop` needs it
@@ -125,12 +125,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._report(self.probe_result, "Rollout probe")
 
     def probe_noise(self) -> None:
-        """Compare under noise, unless they differ without it. Call it in every process, once `trainer.aqn` knows the
+        """Compare under noise, unless the probe found a fault. Call it in every process, once `trainer.aqn` knows the
         norms. Raises [`RolloutError`] with `rollout_probe="refuse"`, `ValueError` if a norm cannot carry noise."""
         if self.waits or self.probe_result is None or self.probe_result.fault:
             return  # `start` calls it later, the probe is off, or it has found a fault
         self.engine.wake()
-        same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # no load since
+        same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # weights unchanged since the probe
         known, under = (self._clean if same else None), self.trainer.aqn.under
         self.noise_result = result = self._probe.noise(self.sync_noise, under, known)
         self._check()
@@ -141,7 +141,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         report(result, name, self.trainer.args.rollout_probe, remedy)
 
     def _probe_if_due(self) -> None:
-        """Repeat the probe's first rule with the current adapter every `rollout_probe_steps` steps of training."""
+        """Every `rollout_probe_steps` training steps, compare log-probabilities again, with the current adapter."""
         step, every = self.trainer.state.global_step, self.trainer.args.rollout_probe_steps
         # a rollout lasts for several steps, so not every multiple starts one
         due = every and step // every != self._probed // every
@@ -165,7 +165,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         args, trainer = self.trainer.args, self.trainer
         held_out = trainer.eval_dataset
         data = [trainer.train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])]
-        # RLOO lacks all three
+        # RLOO trainers have none of these attributes
         plays = any(map(vars(trainer).get, ("tools", "environments", "rollout_func")))
         self.spec = EngineSpec.of(
             self.model,
@@ -217,7 +217,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         wanted = args.share_weights and isinstance(self.trained, TrainedAdapter)
         self.shared = wanted and tp == 1 and not is_sharded(self.model)
         if wanted and not self.shared:
-            logger.info("The engine has a copy of the weights: it is sharded, or the trainer is.")
+            logger.info("The engine has a copy of the weights, because the engine or the trainer is sharded.")
         sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent sleeps at level 2
         placement = {
             "tensor_parallel_size": tp,
@@ -239,8 +239,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self._note_noise(draw, effective)
 
     def _is_put(self) -> bool:
-        """Whether the current weights were synced in this step. The step decides alike in every process, since a sync
-        of sharded parameters is collective."""
+        """Whether the current weights were synced in this step. Comparing steps first gives all processes one answer: a
+        sync of sharded parameters is collective."""
         if self._stamp is None or self._stamp[0] != self.trainer.state.global_step:
             return False
         return self._stamp[1] == self.trained.stamp()
@@ -252,7 +252,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self._note_noise(due, self.engine.put(None, self._noisy, due))
 
     def _due(self, draw: NoiseDraw | None) -> NoiseDraw | None:
-        """Noise for `sync_noise` to put; None if the engine has it already, or both are without noise."""
+        """Return the noise that `sync_noise` must put; None if the engine has it, or old and new sigma are 0."""
         aqn = self.trainer.aqn
         if aqn is None:
             return None
@@ -272,18 +272,18 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._draw = draw
 
     def rollout(self) -> contextlib.AbstractContextManager[None]:
-        """Block around a whole rollout of the trainer (its `_generate`): rollout functions, tools, environments and
-        `generate` in it share the current weights, one noise draw, one time limit and one sleep afterwards."""
+        """Context manager for the trainer's whole `_generate`: rollout functions, tools, environments and `generate`
+        inside share the current weights, one noise draw and one time limit; then the engine sleeps."""
         return self._up_to_date(whole=True)
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        """The parent's `generate` with current adapter and noise. On a server each prompt has a seed, unless the user
-        gave one: a function of run seed, step and call, so that a resumed run draws the same completions."""
+        """Run the parent's `generate` with current adapter and noise. On a server each prompt gets a seed from run
+        seed, step and call, unless the user gave one: a resumed run draws the same completions."""
         training, step = self.trainer.model.training, self.trainer.state.global_step
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
         own = self.generation_kwargs
-        if self.mode == "server" and "seed" not in own:  # no checkpoint has the server's generator
+        if self.mode == "server" and "seed" not in own:  # checkpoints lack the server's generator
             self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, step, int(training), number))}
         try:
             with self._up_to_date():
@@ -294,12 +294,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
         return generated
 
     def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-        """Greedy completions (token ids) of this process's prompts (token ids), with the current adapter and no noise.
-        Call it in every process."""
+        """Complete this process's prompts (token ids) greedily, with the current adapter and no noise. Returns token
+        ids. Call it in every process."""
         return [completion.tokens for completion in self._complete(prompts, Sampling(max_tokens), NO_NOISE)]
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """Completions of this process's prompts (token ids), with log-probabilities; under the noise of a surrounding
+        """Complete this process's prompts (token ids), with log-probabilities; under the noise of a surrounding
         training rollout, else without noise. Call it in every process, with any number of prompts."""
         return self._complete(prompts, sampling, None if self._inside and self.trainer.model.training else NO_NOISE)
 
@@ -367,11 +367,11 @@ class QeRLVLLMGeneration(VLLMGeneration):
             check_contents(contents, self._put, self._draw)
 
     def _limited(self, rollouts: int) -> contextlib.AbstractContextManager[None]:
-        """`rollout_timeout` for a block."""
+        """Limit a block to `rollouts` times `rollout_timeout`."""
         timeout = self.trainer.args.rollout_timeout
         late = (
-            "vLLM did not finish a rollout within rollout_timeout={:g} s. If it, a tool or a rollout function hangs, "
-            "restart; else raise the limit."
+            "vLLM did not finish a rollout within rollout_timeout={:g} s. If vLLM, a tool or a rollout function hangs, "
+            "restart the run; else raise rollout_timeout."
         )
         return deadline(timeout and timeout * rollouts, lambda: RolloutError(late.format(timeout)))
 
@@ -382,17 +382,17 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
 
 def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | None") -> dict[str, Any]:
-    """Minimum of each number over the processes of one engine: each planned for its own GPU, but their schedulers must
-    decide alike. Collective in `group`; None: an engine of one process."""
+    """Take the minimum of each number over the processes of one engine: each planned for its own GPU, but their
+    schedulers must decide alike. Collective in `group`; None: an engine of one process."""
     if group is None:
         return arguments
     every = gathered(arguments, group)
-    names = {name: None for each in every for name in each}  # a plan for less memory has more of them
+    names = {name: None for each in every for name in each}  # a plan for less memory has more names
     return {name: min(each[name] for each in every if name in each) for name in names}
 
 
 def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:
-    """Memory arguments of `LLM`: the user's share of the GPU, or a planned KV cache."""
+    """Return the memory arguments of `LLM`: the user's share of the GPU, or a planned KV cache."""
     if generation.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": generation.gpu_memory_utilization}
     plan: MemoryPlan = generation.trainer.memory_plan

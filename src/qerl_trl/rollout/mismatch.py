@@ -5,8 +5,8 @@ With p the trained policy, q the sampling policy, and r = p / q of a sampled tok
 - the mean of r - 1 - log r estimates KL(q || p): zero for equal policies, raised by noise, rounding or a stale adapter;
 - the mean of r is 1 for any p, noisy or rounded, if the tokens were drawn from q. Its logarithm, the *gap*, reveals
   wrong log-probabilities (shifted, other temperature or tokens); a constant error of 0.3 nats is a KL of only 0.04.
-  With tokens left out (`top_p` and others) it is p's mass on the rest, within [`gap_bounds`], and r is this mass on
-  every token: only tokens with r > 1 show a difference, and none do if the sampler reweighs tokens ([`sampler`]);
+  If sampling leaves tokens out (`top_p` and others), the mean is p's mass on the rest, within [`gap_bounds`], as is r
+  for equal policies: only r > 1 shows a difference, and nothing does if the sampler reweighs tokens ([`sampler`]);
 - the mean of -log q is the entropy of the sampling policy.
 
 Shapes: B sequences, T tokens of a completion.
@@ -60,8 +60,8 @@ class Mismatch(NamedTuple):
 def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> Mismatch | None:
     """Compare the log-probabilities of a rollout (TRL's dictionary of a generated batch), over all processes.
 
-    Uses the whole rollout if it has both. RLOO keeps none per token: under noise in the rollout only, they are computed
-    on the first few text-only sequences, clean and noisy. Returns `None` if the two policies are the same.
+    Uses the whole rollout if it has those of both policies. RLOO keeps none per token: under noise in the rollout only,
+    the first few text-only sequences are scored, clean and noisy. Returns `None` if the policies are the same.
     """
     mask = rollout["completion_mask"].bool()
     if "tool_mask" in rollout:
@@ -77,7 +77,7 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
                 with aqn.noisy():
                     sampled = _logps(trainer, rollout, count)
             sampled = sampled[:count]
-        elif sampled is None or not trainer.args.use_vllm:  # a rollout function's own are used only with vLLM
+        elif sampled is None or not trainer.args.use_vllm:  # TRL uses a rollout function's only with vLLM
             return None
     found = of_logps(trainer, trained, sampled, mask)
     ratio = rollout.get("importance_sampling_ratio")
@@ -123,7 +123,7 @@ def truncated_fraction(
     ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
 ) -> torch.Tensor:
     """Share of importance ratios, (B, T) or one per sequence (B, 1), clipped or dropped by TRL's correction `mode`."""
-    cut = ratio == 0  # the mask modes' mark
+    cut = ratio == 0  # set by the mask modes
     if mode.endswith("truncate"):
         cut = (ratio <= (-math.inf if low is None else low)) | (ratio >= (math.inf if high is None else high))
     cut = cut[mask] if cut.shape == mask.shape else cut.flatten()
@@ -131,7 +131,7 @@ def truncated_fraction(
 
 
 def _logps(trainer: OnlineTrainer, rollout: dict[str, Any], count: int) -> torch.Tensor:
-    """Log-probabilities (count, T) of the first completions under the current model."""
+    """Compute log-probabilities (count, T) of the first completions under the current model."""
     ids = torch.cat([rollout["prompt_ids"][:count], rollout["completion_ids"][:count]], dim=1)
     mask = torch.cat([rollout["prompt_mask"][:count], rollout["completion_mask"][:count]], dim=1)
     length = rollout["completion_ids"].size(1)
@@ -144,8 +144,8 @@ class MismatchWatch:
     """Measures and logs the mismatch of each rollout, warns above a threshold, and stops the run if it persists.
 
     A KL above the threshold warns; above `STOP` times the threshold in `PERSISTENT` rollouts in a row it ends the run.
-    KL without noise and gap should be zero, so their limits are 1/`STOP` of these. A gap counts only beyond `CERTAIN`
-    standard errors.
+    A KL without noise and the gap should be zero, so their limits are `STOP` times lower. A gap counts only beyond
+    `CERTAIN` standard errors.
 
     Args:
         threshold: KL in nats per token; `None` turns off warnings and stops.
@@ -160,7 +160,7 @@ class MismatchWatch:
         self._beyond = {"kl": 0, "gap": 0}
 
     def rollout(self, trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> None:
-        """Measure one rollout, TRL's dictionary of a generated batch; in evaluation only vLLM's, without noise."""
+        """Measure one rollout, TRL's dictionary of a generated batch; in evaluation only one by vLLM, without noise."""
         training = trainer.model.training
         found = measure(trainer, aqn if training else None, rollout)
         if found is None:
@@ -186,7 +186,7 @@ class MismatchWatch:
 
         Args:
             noisy: only the rollout had noise, so a KL is expected.
-            bounds: of the gap, if the log-probabilities are right.
+            bounds: lowest and highest gap of right log-probabilities.
         """
         if self.threshold is None or found.mismatch_kl is None:
             return
@@ -224,16 +224,16 @@ class MismatchWatch:
         self._beyond[kind] = self._beyond[kind] + 1 if beyond else 0
         if self._beyond[kind] >= self.PERSISTENT:
             raise RuntimeError(
-                f"{what} It was {self.STOP} times that in {self.PERSISTENT} rollouts in a row. {remedy} Then resume, "
-                "or set rollout_mismatch_threshold (None: no limit)."
+                f"{what} It was over {self.STOP} times this limit in {self.PERSISTENT} rollouts in a row. {remedy} "
+                "Then resume, or raise rollout_mismatch_threshold (None: no limit)."
             )
         if not value <= limit:
             logger.warning("%s %s", what, remedy)
 
 
 def sampler(args: Any) -> Sampler:
-    """Sampled tokens of a rollout: all, those left by `top_p`, those left by other filters, or reweighed ones
-    (penalties, biases, unknown options)."""
+    """Classify what a rollout samples from: "all" tokens, those left by "top_p", "some" left by other filters, or
+    "reweighed" ones (penalties, biases, unknown options)."""
     given = {name for name, value in (args.generation_kwargs or {}).items() if value is not None} - _NEUTRAL
     if given - _LEAVE_OUT or args.repetition_penalty not in (None, 1.0):
         return "reweighed"
@@ -243,7 +243,7 @@ def sampler(args: Any) -> Sampler:
 
 
 def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
-    """Bounds of the gap for right log-probabilities.
+    """Return the lowest and highest gap of right log-probabilities.
 
     With K the allowed tokens and vLLM's q, zero outside of K and renormalised inside, the mean of p / q is p(K): at
     most 1 for any filter (`top_p` and others, penalties, grammars). `top_p` alone keeps at least its mass of the
@@ -296,7 +296,7 @@ def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -
     else:
         return
     logger.warning(
-        "%s %s, so that with aqn_scope='rollout' it trains on noisy samples as if the clean policy had said it. Use "
+        "%s %s, so with aqn_scope='rollout' it trains on noisy samples as if the clean policy had drawn them. Use "
         "aqn_scope='policy' or aqn=False.",
         type(trainer).__name__,
         why,
@@ -304,7 +304,7 @@ def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -
 
 
 def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor | None:
-    """vLLM's log-probabilities (B, T) of this rollout's completions `like`, dropped by TRL's RLOO."""
+    """Return vLLM's log-probabilities of this rollout, shaped as `like` (B, T): TRL's RLOO drops them."""
     rows = trainer.vllm_generation.sampled_logps
     if rows is None or len(rows) != len(like):
         return None

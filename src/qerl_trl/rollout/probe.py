@@ -4,7 +4,7 @@ The engine completes a few prompts of the run greedily, and the trainer scores t
 absolute differences of log-probabilities, in nats:
 
     clean difference   engine and trainer, adapter off
-    rounding           trainer and trainer, in two honest arithmetics: its own, and float32 ([`other_arithmetic`])
+    rounding           trainer and trainer, in two valid arithmetics: its own, and float32 ([`other_arithmetic`])
     effect             trainer with and without a probe adapter, on tokens sampled without it
     difference         engine and trainer, both with the probe adapter, on tokens sampled by the engine with it
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
 CLEAN, CHANGED = 3.0, 3.5
-#: effect over rounding: undecided below the first, sufficient at the second
+#: ratio of effect to rounding: undecided below the first, sufficient at the second
 CONTRAST, ENOUGH = 10.0, 25.0
 #: effect in nats of a chaotic pretrained model
 CHAOTIC = 3.0
@@ -112,8 +112,8 @@ class ProbeResult:
         if self.difference is None or self.difference <= changed:
             return None
         return (
-            f"the {self.kind} acts otherwise: {self.difference:.3f} nats apart (at most {changed:.3f}) where it moves "
-            f"the trainer by {self.effect:.3f}"
+            f"the {self.kind} acts otherwise: {self.difference:.3f} nats apart (at most {changed:.3f}), with an effect "
+            f"of {self.effect:.3f} on the trainer"
         )
 
     @property
@@ -156,7 +156,7 @@ class Probe:
 
     def adapter(self, sync: Callable[[], None]) -> tuple[ProbeResult, Clean | None]:
         """Compare a started engine with the trainer; `sync` copies the trained weights into the engine. Also returns
-        the measurement without an adapter if it holds for the current model: no adapter, or B is zero."""
+        the measurement without an adapter if the current model computes the same: no adapter, or B is zero."""
         with self._scoring():
             layers: list[LoraLayer] = []
             name = ""
@@ -210,7 +210,7 @@ class Probe:
         """Compare the effect of noise on engine and trainer, with the current adapter. The engine is clean afterwards.
 
         Args:
-            put, under: put the noise of a draw on the engine's norms, and on the trainer's within a block.
+            put: sets the noise of a draw on the engine's norms. under: context manager for the trainer's norms.
             known: measurement without noise, on all processes; `None` measures it.
         """
 
@@ -300,7 +300,8 @@ def _logps(completions: list[Completion]) -> torch.Tensor:
 
 
 def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float | None, float]:
-    """Size for the comparison and its effect, of ascending (size, effect, rounding); `None` if rounding hides all."""
+    """Choose (size, effect) for the comparison from ascending (size, effect, rounding); size `None` if rounding hides
+    every effect."""
     best: tuple[float, float | None, float] = (0.0, None, 0.0)
     for size, effect, rounding in measured:
         if effect > CHAOTIC and best[0] >= CONTRAST:
@@ -314,8 +315,8 @@ def large_enough(measured: Iterable[tuple[float, float, float]]) -> tuple[float 
 
 
 def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) -> list[list[int]]:
-    """`PROMPTS` prompts of one length (at most `PROMPT_TOKENS`): the run's longest, from shortly before they differ.
-    Random tokens if the run has too few texts of at least one block of vLLM's cache."""
+    """Return `PROMPTS` prompts of one length (at most `PROMPT_TOKENS`): the run's longest, cut from shortly before they
+    differ. Random tokens if the run has too few texts of at least one block of vLLM's cache."""
     longest_first = sorted((list(text) for text in texts), key=len, reverse=True)[:PROMPTS]
     if longest_first:
         common = next(
@@ -330,7 +331,7 @@ def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) ->
 
 
 def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) -> list[list[int]]:
-    """[`prompts_of`] a trainer's own data, tokenized without tools and pictures; short on a CPU, for speed."""
+    """Return [`prompts_of`] a trainer's data, tokenized without tools and pictures; short on a CPU, for speed."""
     longest = (PROMPT_TOKENS if torch.cuda.is_available() else 16) + _NEW_TOKENS
     longest = min(longest, max_model_len or longest)
     tokens: list[list[int]] = []
@@ -353,19 +354,19 @@ def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:
 
 
 def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Maximum over all processes, for the same verdict in each: a forward of sharded weights is collective."""
+    """Return the largest mean over all processes, so that all decide alike: sharded forwards are collective."""
     return torch.tensor(gather_object([(mine - theirs.to(mine.device)).abs().mean().item()])).max().item()
 
 
 def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Their values, with one device sync."""
+    """Return the scalars' values, with one device sync."""
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
 
 
 @contextlib.contextmanager
 def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[float]]]:
-    """Yield a function for the rms of W x over the rms of A x per layer, of the median token, after a forward inside.
-    The median, since some tokens have thousandfold activations. W x without the bias, which dominates some q and k."""
+    """Yield a function that returns rms(W x) / rms(A x) of the median token per layer, after a forward inside. The
+    median, since some tokens have thousandfold activations; W x without the bias, which dominates some q and k."""
     measured: dict[nn.Module, torch.Tensor] = {}
 
     def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
@@ -383,17 +384,17 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
 
 
 def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) -> None:
-    """Refuse an engine without the trainer's latest sync: the weights of fingerprint `put`, the noise of `draw`."""
+    """Raise [`RolloutError`] if the engine lacks the latest sync: weights with fingerprint `put`, noise of `draw`."""
     wrong = []
     if contents.received != put:
         wrong.append(f"it has update {contents.received}, not {put}, so the rollout came from a stale policy")
     sigma, wanted = (0.0 if noise is None else noise.sigma for noise in (contents.draw, draw))
     if (sigma or wanted) and contents.draw != draw:
-        left = "noise was left on" if not wanted else "its noise is missing" if not sigma else "it has another noise"
+        left = "noise was left on" if not wanted else "its noise is missing" if not sigma else "the wrong noise"
         wrong.append(f"its norms carry {_noise(contents.draw)} and should carry {_noise(draw)}: {left}")
     if contents.damaged:
         named = ", ".join(contents.damaged[:4])
-        wrong.append(f"{len(contents.damaged)} tensors changed since ({named}): the copy was lost or made by half")
+        wrong.append(f"{len(contents.damaged)} tensors differ from the update ({named}): the copy was incomplete")
     if wrong:
         raise RolloutError(
             f"The engine does not hold what the trainer put there last: {'; '.join(wrong)}. Only the trainer may write "
@@ -444,8 +445,8 @@ def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output:
 
 @contextlib.contextmanager
 def other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Equally valid arithmetic with other rounding: float32 for a model in 16 bits or under Accelerate's autocast;
-    autocast if only the engine is in 16 bits; TF32 operands if neither is."""
+    """Compute inside with other, equally valid rounding: in float32 for a model in 16 bits or under Accelerate's
+    autocast; with autocast if only the engine is in 16 bits; on TF32 operands if neither is."""
     device, mixed = next(model.parameters()).device.type, hasattr(model, "_original_forward")
     if (own := compute_dtype(model)) == torch.float32 and dtype != own and not mixed:
         with torch.autocast(device, dtype):

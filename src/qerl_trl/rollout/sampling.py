@@ -35,7 +35,7 @@ _SAID = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
 def of_the_model_alone(model: nn.Module) -> Iterator[None]:
     """Ignore generation_config.json in the block, except for `_KEPT`. Warns once about ignored fields."""
     inner = unwrap(model) if isinstance(model, nn.Module) else model
-    holder: Any = getattr(inner, "get_base_model", lambda: inner)()  # PEFT's, without importing it
+    holder: Any = getattr(inner, "get_base_model", lambda: inner)()  # inside PEFT, not imported
     before: GenerationConfig | None = getattr(holder, "generation_config", None)
     if before is None:
         yield
@@ -46,8 +46,8 @@ def of_the_model_alone(model: nn.Module) -> Iterator[None]:
         setattr(plain, name, None)
     if unknown := [f"{name}={said[name]}" for name in left if name not in _SAID]:
         logger.warning_once(
-            "The model's generation_config.json sets %s, which training does not score: it is ignored. Set it in "
-            "generation_kwargs to have it.",
+            "The model's generation_config.json sets %s, which TRL ignores when it scores completions, so the rollout "
+            "ignores it too. Set it in generation_kwargs to use it.",
             ", ".join(unknown),
         )
     holder.generation_config = plain
@@ -58,8 +58,8 @@ def of_the_model_alone(model: nn.Module) -> Iterator[None]:
 
 
 def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
-    """End token ids of a completion: the tokenizer's, the model's, and the chat template's end of an answer.
-    `model`: also from [`stored`]. `template`: further arguments of the chat template."""
+    """Return the token ids that end a completion: of the tokenizer, the model, and an answer in the chat template.
+    `model`: a model, or the result of [`stored`]. `template`: further arguments of the chat template."""
     tokenizer = text_tokenizer(processing_class)
     config = model.config.get_text_config(decoder=True)
     own = _listed(model.generation_config.eos_token_id) or _listed(getattr(config, "eos_token_id", None))
@@ -67,7 +67,7 @@ def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
     turn = _turn_end(processing_class, tokenizer, template)
     if turn is not None and turn not in ends:
         ends.append(turn)
-        logger.info("Completions end at the chat template's %s too.", tokenizer.convert_ids_to_tokens(turn))
+        logger.info("Completions also end at the chat template's %s.", tokenizer.convert_ids_to_tokens(turn))
     return [token for token in dict.fromkeys(ends) if token < config.vocab_size]  # vLLM refuses larger ids
 
 
@@ -76,7 +76,7 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 
 def _turn_end(processing_class: Any, tokenizer: Any, template: dict[str, Any]) -> int | None:
-    """The special token right after the text of an answer, if any."""
+    """Find the special token right after the text of an answer, if any."""
     if not (template.get("chat_template") or getattr(processing_class, "chat_template", None)):
         return None
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "it-is-2"}]
@@ -100,7 +100,7 @@ def settle_ends(trainer: Any) -> None:
 
 
 def stored(folder: Any, config: PretrainedConfig, revision: str | None = None) -> Any:
-    """`config` and the generation configuration of a folder or Hub id, read or made as by transformers and vLLM."""
+    """Return an object with `config` and the `generation_config` of a folder or Hub id, or one made from `config`."""
     try:
         generation = GenerationConfig.from_pretrained(folder, revision=revision or "main")
     except OSError:
@@ -109,7 +109,7 @@ def stored(folder: Any, config: PretrainedConfig, revision: str | None = None) -
 
 
 def save_generation_config(folder: str | Path, model: Any, processing_class: Any) -> None:
-    """Save as transformers does, with all [`end_tokens`]; a configuration it refuses is saved unchanged."""
+    """Save generation_config.json with all [`end_tokens`]; one that transformers refuses is saved unchanged."""
     if (generation := copy.deepcopy(model.generation_config)) is None:
         return
     generation.eos_token_id = end_tokens(model, processing_class) or None

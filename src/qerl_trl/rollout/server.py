@@ -60,14 +60,14 @@ CONCURRENCY = 256
 
 
 class Client(VLLMClient):
-    """TRL's client with the server's secret, the trainer's own calls, and a seed for each prompt."""
+    """TRL's vLLM client that also sends the server's secret, calls [`CALL`], and passes one seed per prompt."""
 
     def __init__(self, url: str, secret: str, timeout: float) -> None:
         self._secret = secret
         super().__init__(base_url=url.rstrip("/"), connection_timeout=timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """Like TRL's, but with a time limit for services other than vLLM. The session is ready here, and unused."""
+        """Wait for the server as TRL does, but with a time limit for other services. The session is not used before."""
         self.session.auth = self._authorize  # a function, because ~/.netrc would replace a header
         retries = self.session.get_adapter(  # type: ignore[attr-defined]
             self.base_url
@@ -117,11 +117,11 @@ class Client(VLLMClient):
         return {"choices": [choice for content in contents for choice in content["choices"]]}
 
     def get_server_info(self) -> dict:
-        """The vLLM settings read by TRL's trainer, without vLLM's development mode."""
+        """Return the vLLM settings that TRL's trainer reads; vLLM has a route for them in development mode only."""
         return {"model_config": {"logprobs_mode": LOGPROBS_MODE}}  # checked by `differences`
 
     def generate(self, prompts: list, features: list | None = None, *args: Any, **kwargs: Any) -> dict:
-        """TRL's; `seed` in `generation_kwargs` may also be a list, one per prompt, or [`Seeds`] (not with pictures)."""
+        """Generate as TRL does; `seed` in `generation_kwargs` may be a list, one per prompt, or [`Seeds`]."""
         further = dict(kwargs.pop("generation_kwargs", None) or {})
         if isinstance(seeds := further.get("seed"), Seeds):
             further["seed"] = seeds.of(len(prompts)) if features is None else None
@@ -129,7 +129,7 @@ class Client(VLLMClient):
 
 
 def _content(response: requests.Response) -> dict:
-    """The JSON of a response. Raises [`RolloutError`] for other responses."""
+    """Return the JSON of a response. Raises [`RolloutError`] if it has none."""
     with contextlib.suppress(ValueError):
         if response.status_code == 200:
             return response.json()
@@ -138,7 +138,7 @@ def _content(response: requests.Response) -> dict:
 
 
 def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """`call` of each item, in daemon threads: no wait for a hanging request at `rollout_timeout` or exit."""
+    """Call each item in a daemon thread: neither `rollout_timeout` nor exit waits for a hanging request."""
     gate, futures = threading.Semaphore(CONCURRENCY), [Future[Any]() for _ in items]
 
     def work(future: Future, item: Any) -> None:
@@ -171,7 +171,7 @@ class ServerEngine(Engine):
             ranks = self.client.call("qerl_describe", probe.name if probe else "")
             self._local = all(rank["same_host"] for rank in ranks)
             found = differences(spec, model, ranks)
-        except (OSError, RuntimeError, KeyError) as error:  # KeyError: another version's answer
+        except (OSError, RuntimeError, KeyError) as error:  # KeyError: other version
             kind = ConnectionError if isinstance(error, OSError) else RuntimeError
             what = f"{type(error).__name__}: {error}"
             raise kind(f"The server at {url} does not serve this trainer: {what}\n{self._advice()}") from error
@@ -190,10 +190,10 @@ class ServerEngine(Engine):
         asked = urlsplit(self.url)
         host, where = ("127.0.0.1", "") if _is_loopback(self.url) else ("0.0.0.0", f" on {asked.hostname}")
         command = self.spec.serve_command(host, asked.port)
-        return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
+        return f"Set the trainer's {SECRET} in the server's environment, too; it is started{where} by\n{command}"
 
     def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
-        """As the parent's, in one request."""
+        """Do as the parent does, but in one request."""
         told = {"update": update and self._deliver(update), "noisy": [*noisy], "draw": draw}
         answer = self.client.call("qerl_put", json.dumps(told))[0]
         if self._memory is not None:
@@ -264,7 +264,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:
-    """Summaries of the trainer's linear layers, and of its other frozen weights in `names`."""
+    """Summarize the trainer's linear layers, and its other frozen weights in `names`."""
     summaries: dict[str, WeightSummary] = {}
     head = cast(PreTrainedModel, model).get_output_embeddings()  # PeftModel passes it on
     for name, layer in linear_layers(model).items():
@@ -284,7 +284,7 @@ def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Weigh
 
 
 def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Differences of a server from the trainer's `spec` and `model`, in words; empty if it can generate for it.
+    """Describe how a server differs from the trainer's `spec` and `model`; empty if it can generate for the trainer.
     `ranks`: answers of `qerl_describe`, one per tensor-parallel rank."""
     first, found = ranks[0], []
     if first["dtype"] != spec.dtype:

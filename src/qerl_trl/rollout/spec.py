@@ -31,7 +31,7 @@ from .engine import BATCH_INVARIANT, WORKER_EXTENSION
 #: loader of weights from the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
 ENDPOINT = "qerl_trl.rollout.vllm.worker.RolloutEndpoint"
-#: log-probabilities after temperature and truncation: the behaviour policy's
+#: log-probabilities after temperature and truncation, those of the sampling policy
 LOGPROBS_MODE = "processed_logprobs"
 #: read the trainer's files: by default vLLM prefers Mistral's own (params.json, tekken.json) if a checkpoint has both
 FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
@@ -43,12 +43,12 @@ MOST_SERVED = 1024
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The trainer's model, as built by an engine.
+    """Description of the trainer's model, from which an engine builds it.
 
     Args:
         model, revision: the checkpoint, as transformers and vLLM take it.
         dtype: compute dtype, "bfloat16", "float16" or "float32".
-        base: "nvfp4", or "dense" for unchanged weights (bitsandbytes' too: only the loader tells them apart).
+        base: "nvfp4", or "dense" for unchanged weights (also of bitsandbytes: only the loader tells these apart).
         scale_rule: block-scale rule of a checkpoint quantized at load; None for an NVFP4 checkpoint.
         ignore: dense linear layers ([`short_names`]); None to follow the checkpoint's config.
         adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None without an adapter.
@@ -56,8 +56,8 @@ class EngineSpec:
         max_num_seqs: concurrent sequences (vLLM's CUDA graphs and buffers); None for its default. A server may differ.
         batch_invariant: a sequence must have the same bits in every batch.
         text_only: no pictures can come, so an engine of a multimodal model builds no tower.
-        delta_net: layers with a recurrent state, as Qwen3.5's. They run vLLM's Triton kernels (FlashInfer compiles for
-            minutes); in process without a prefix cache, since memory for its second state per sequence is not planned.
+        delta_net: the model has layers with a recurrent state (Qwen3.5). They run vLLM's Triton kernels (FlashInfer
+            compiles for minutes); in process without a prefix cache: its second state per sequence is not planned.
         holds: digest of the weight format of each layer of the trainer's model, for an engine in its process.
     """
 
@@ -87,7 +87,7 @@ class EngineSpec:
         pictures: bool = True,
         **limits: Any,
     ) -> "EngineSpec":
-        """From the trainer's model. `dtype` defaults to its compute dtype, `scale_rule` counts if its config has none;
+        """Describe the trainer's model. `dtype`: its compute dtype by default; `scale_rule`: if its config has none;
         `pictures`: see [`pictures_may_come`]; `limits`: the fields from `max_model_len` on."""
         base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         row = architecture_of(base.config.get_text_config(decoder=True).model_type)
@@ -115,7 +115,7 @@ class EngineSpec:
         )
 
     def options(self) -> dict[str, Any]:
-        """`additional_config` of the engine; rollout/vllm/quantization.py reads it."""
+        """Return the engine's `additional_config`, which rollout/vllm/quantization.py reads."""
         options = {
             "base": self.base,
             "adapter": self.adapter and dict(self.adapter),
@@ -126,7 +126,7 @@ class EngineSpec:
         return {"qerl": {name: value for name, value in options.items() if value is not None}}
 
     def llm_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM` in the trainer's process, except memory and placement.
+        """Return keyword arguments of `vllm.LLM` in the trainer's process, except memory and placement.
 
         `holds` keys vLLM's disk cache of compiled graphs, which covers `additional_config`: a graph traced over dense
         weights fails on layers of bitsandbytes.
@@ -152,7 +152,7 @@ class EngineSpec:
         }
 
     def serve_command(self, host: str = "127.0.0.1", port: int | None = None) -> str:
-        """Shell command of a server for this model, without placement. Its environment needs the trainer's secret."""
+        """Return the command that starts a server for this model, without placement. The server needs the secret."""
         command = [f"{BATCH_INVARIANT}=1"] * self.batch_invariant + ["vllm", "serve", self.model]
         options: dict[str, Any] = {
             "revision": self.revision,
@@ -200,7 +200,7 @@ def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def check_servable(model: nn.Module) -> None:
-    """Refuse adapters outside our vLLM method: raises `ValueError`."""
+    """Raise `ValueError` for an adapter that our method in vLLM cannot apply."""
     configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
     config = configs[adapter]
     problems = []
@@ -250,7 +250,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def short_names(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
-    """Shortest list of names for `chosen` among `everything`: a last component, if all names with it are chosen."""
+    """Shorten the names `chosen` among `everything` to a last component where all names with it are chosen."""
     chosen, by_leaf = set(chosen), defaultdict(set)
     for name in everything:
         by_leaf[name.rpartition(".")[2]].add(name)
@@ -261,7 +261,7 @@ def short_names(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
 
 
 def adapter_buffers(model: nn.Module) -> dict[str, Any]:
-    """Engine option `adapter` of a PEFT model: its largest rank, and its layers ([`short_names`])."""
+    """Return the engine's option `adapter` for a PEFT model: largest rank, and names of layers ([`short_names`])."""
     layers, adapter = rollout_layers(model), active_adapter(model)
     rank = max(layer.r[adapter] for layer in layers.values())
     return {"rank": rank, "targets": short_names(layers, linear_layers(model))}

@@ -29,7 +29,7 @@ from .vllm.plugin import OLDEST_VLLM, check_vllm, import_vllm
 logger = logging.getLogger(__name__)
 
 
-#: trainer arguments with any number of engine calls per process, and those in TRL's own loop
+#: trainer arguments that make any number of engine calls per process; those that run in TRL's own loop
 _TURNS, _LOOPS = ("rollout_func", "tools", "environment_factory"), ("tools", "environment_factory")
 
 
@@ -48,7 +48,7 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
         together = engine and f"{engine} cannot work in {args.world_size} processes"
     if turns and together:
         raise ValueError(
-            f"{turns[0]} with {together}: each takes its own number of turns. Use use_vllm=True with "
+            f"{turns[0]} with {together}: the number of turns differs per process. Use use_vllm=True with "
             "vllm_mode='colocate' and vllm_tensor_parallel_size=1, or plain data parallelism."
         )
 
@@ -65,13 +65,13 @@ def check_environment(args: QeRLConfig | QeRLRLOOConfig) -> None:
         settle_optimizer(args)
     if not args.use_vllm:
         return
-    check_vllm(OLDEST_VLLM if args.vllm_mode == "colocate" else None)  # TRL's client of a server needs it too
+    check_vllm(OLDEST_VLLM if args.vllm_mode == "colocate" else None)  # TRL's server client imports vLLM too
     if args.vllm_mode == "colocate":
         import_vllm()  # TRL has imported it already
 
 
 def check_sharding(args: QeRLConfig | QeRLRLOOConfig, zero_stage: int, fsdp_version: int | None) -> None:
-    """Refuse (`ValueError`) sharding without quantization at load, or without whole tensors layer by layer for vLLM."""
+    """Raise `ValueError` for sharding that cannot quantize at load, or gather whole tensors layer by layer for vLLM."""
     what = "use_vllm=True" if args.use_vllm else f"base_format={args.base_format!r}"
     if zero_stage == 3 and (args.use_vllm or args.base_format in ("nvfp4", "nf4")):
         way = "DeepSpeed ZeRO-3, which partitions weights while they load"
@@ -85,9 +85,9 @@ def check_sharding(args: QeRLConfig | QeRLRLOOConfig, zero_stage: int, fsdp_vers
 
 
 def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """`function` with a check of its output: a completion per prompt, and one log-probability per token.
+    """Wrap `function` to check its output: a completion per prompt, and one log-probability per token.
 
-    TRL would broadcast vLLM's lists of candidates into a third dimension and correct by all pairs of tokens.
+    Unchecked, TRL would broadcast vLLM's lists of candidates into a third dimension, and correct by pairs of tokens.
     """
 
     @functools.wraps(function)
@@ -105,8 +105,8 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
             )
             raise RolloutError(
                 f"rollout_func returned {len(tokens)} completions and {len(shapes)} log-probabilities for "
-                f"{len(prompts)} prompts{first}. Return a completion per prompt, and a number per token: of vLLM's "
-                "lists value[0]."
+                f"{len(prompts)} prompts{first}. Return a completion per prompt and one number per token: value[0] of "
+                "each list from vLLM."
             )
         return output
 
@@ -126,8 +126,8 @@ def settle_optimizer(args: Any) -> None:
     used = optimizer_under_fsdp(wanted)
     if used != wanted:
         logger.warning(
-            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shards. This run uses %r, the same "
-            "AdamW.",
+            "optim=%r is a bitsandbytes optimizer, which cannot update parameters sharded by FSDP. This run uses %r "
+            "instead. Set optim to it to silence this warning.",
             wanted,
             used,
         )
