@@ -40,20 +40,20 @@ class Trained(ABC):
     def put(
         self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
     ) -> tuple[str, float | None]:
-        """Copy it into the engine, and put the noise of `draw`, if any, on its norms `noisy`. Returns its fingerprint
-        and the result of `Engine.put`. Collective for sharded parameters."""
+        """Copy the trained weights into the engine, and put the noise of `draw`, if any, on its norms `noisy`. Returns
+        the weights' fingerprint and the result of `Engine.put`. Collective for sharded parameters."""
 
     @abstractmethod
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
-        """The fingerprint from `put`, of whole `parameters`. Makes no copies, which would take longer than the sums."""
+        """Return the fingerprint that `put` returns, from whole `parameters`. Makes no copies: slower than the sums."""
 
     def whole(self) -> bool:
         """Whether nothing is sharded; `stamp` then equals the fingerprint from `put`."""
         return {*map(type, self.parameters())} <= {nn.Parameter}
 
     def stamp(self) -> str:
-        """Digest of this process's tensors or shards, to detect any change: an update, a load, a copy. By sums: blind
-        to a permutation within one tensor."""
+        """Return a digest of this process's tensors or shards, to detect any change: an update, a load, a copy. By
+        sums, so a permutation within one tensor does not change it."""
         parameters = self.parameters()
         whole = {*map(type, parameters)} <= {nn.Parameter}
         return self.fingerprint(parameters) if whole else changes(map(local_tensor, parameters))
@@ -73,7 +73,7 @@ class TrainedAdapter(Trained):
         self._check_complete(model)
 
     def _check_complete(self, model: nn.Module) -> None:
-        """Refuse trained tensors outside of the sync."""
+        """Raise `ValueError` for trained tensors that a sync would not copy."""
         mine, others = set(map(id, self.parameters())), set(cast(PeftModel, model).peft_config) - {self.name}
         trained = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
         if left := [name for name in trained if not others & {*name.split(".")}]:
@@ -161,7 +161,7 @@ class WeightSummary(NamedTuple):
 
 
 def checksum(tensor: torch.Tensor) -> list[int]:
-    """Sums of squared byte values, one per byte of an element (two for bf16); shards add up, zero padding adds 0."""
+    """Return sums of squared byte values, one per byte of an element (two for bf16); sums of shards add up."""
     bytes_EB = tensor.detach().contiguous().view(torch.uint8).view(-1, tensor.element_size())
     squares = torch.arange(256, dtype=torch.int64, device=tensor.device) ** 2
     return [
@@ -171,7 +171,7 @@ def checksum(tensor: torch.Tensor) -> list[int]:
 
 
 def summary(kind: str, *parts: torch.Tensor, divisor: float = 0.0) -> WeightSummary:
-    """Summary of a weight, or of packed (N, K/2) and block scales (N, K/16); norms as float32, for any stored dtype."""
+    """Summarize a weight, or packed (N, K/2) and block scales (N, K/16); norms as float32, for any stored dtype."""
     sums = [value for part in parts for value in checksum(part.float() if kind == "norm" else part)]
     return WeightSummary(kind, parts[0].numel(), sums, divisor)
 
@@ -192,7 +192,7 @@ class UpdateLayout:
 
     @classmethod
     def of(cls, update: Update, dtype: torch.dtype) -> "UpdateLayout":
-        """Layout for an adapter in `dtype` and norms in float32."""
+        """Make the layout for an adapter in `dtype` and norms in float32."""
         name = str(dtype).removeprefix("torch.")
         found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in update.norms.items()]
         found += [("a", key, name, tuple(t.a.shape)) for key, t in update.adapter.items()]
@@ -224,7 +224,7 @@ class UpdateLayout:
         return []  # latest buffer and its hundreds of views, for the next update in the same buffer
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors as views of a buffer, uint8 (nbytes,)."""
+        """Return the tensors as views of a buffer, uint8 (nbytes,)."""
         if not (self._latest and self._latest[0][0] is flat):
             parts = zip(flat[: sum(self._sizes)].split(self._sizes), self.entries, strict=True)
             self._latest[:] = [(flat, [part.view(DTYPES[dtype]).view(shape) for part, (_, _, dtype, shape) in parts])]
@@ -245,7 +245,7 @@ class UpdateLayout:
             torch._foreach_copy_(views[: len(sources)], [source.detach() for source in sources])
 
     def unpack(self, flat: torch.Tensor) -> tuple[dict[str, AdapterTensors], dict[str, torch.Tensor]]:
-        """Adapter and norms as views of `flat`."""
+        """Return adapter and norms as views of `flat`."""
         parts: dict[str, dict[str, torch.Tensor]] = {"norm": {}, "a": {}, "b": {}}
         for (kind, name, _, _), tensor in zip(self.entries, self.views(flat), strict=True):
             parts[kind][name] = tensor
@@ -253,14 +253,14 @@ class UpdateLayout:
 
 
 def checksum_of(flat: torch.Tensor) -> str:
-    """Digest of bytes (uint8, whole blocks). Waits for the device."""
+    """Return a digest of bytes (uint8, whole blocks). Waits for the device."""
     sums = flat.view(torch.int64).view(-1, _BLOCK // 8).sum(1) if flat.numel() else flat.long()
     return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 class SharedMemory:
-    """A file in `/dev/shm` with access for this user only, mapped as `data`, uint8 (size,), pinned for a GPU. `name`:
-    another process's memory. Python's `multiprocessing.shared_memory` would remove it at the end of either process."""
+    """A file in `/dev/shm` with access for this user only, mapped as `data`, uint8 (size,), pinned for a GPU. `name`
+    opens another process's file. Python's `multiprocessing.shared_memory` would remove it when either process ends."""
 
     def __init__(self, size: int, device: torch.device, name: str | None = None) -> None:
         self.size, self.name = size, name or f"qerl-{secrets.token_hex(16)}"

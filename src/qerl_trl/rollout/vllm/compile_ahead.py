@@ -36,7 +36,7 @@ def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compile_expected() -> None:
-    """Compile the kernels of new layers and norms since the last call, and the sum kernels of their weights."""
+    """Compile the kernels of the layers and norms registered since the last call, and the engine's checksum kernels."""
     weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
     for layer, kind in _layers.items():

@@ -77,10 +77,10 @@ class InProcessEngine(Engine):
     """vLLM's `LLM` in this process, built from the trainer's `model`.
 
     Args:
-        share: vLLM reads the trainer's tensors instead of a copy.
-        sleeps: `sleep` frees memory: the KV cache, and a copy of the weights.
-        group: processes with one engine (tensor parallelism); each calls it with its own prompts.
-        arguments: further arguments of `LLM`: memory, placement, and the user's.
+        share: let vLLM read the trainer's tensors instead of a copy.
+        sleeps: `sleep` frees the GPU memory of the KV cache and, unless `share`, of vLLM's copy of the weights.
+        group: processes sharing one engine (tensor parallelism); each calls it with its own prompts.
+        arguments: further arguments of `LLM`: for memory, for placement, and those of the user.
     """
 
     def __init__(
@@ -199,13 +199,13 @@ def _parameters(sampling: Sampling, index: int) -> SamplingParams:
 
 def _completion(output: RequestOutput) -> Completion:
     (sequence,) = output.outputs
-    # logprobs=0: the sampled token's
+    # logprobs=0: of the sampled token only
     tokens, logps = list(sequence.token_ids), cast(Sequence[Any], sequence.logprobs or ())
     return Completion(tokens, [step[token].logprob for step, token in zip(logps, tokens, strict=True)])
 
 
 def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `LLM` to isolate it from the class of the trainer's `model`; none if vLLM has its own class."""
+    """Return arguments of `LLM` to isolate it from the trainer's model class; none if vLLM has its own class."""
     config: Any = base_model(model).config
     model_impl = chosen.get("model_impl", spec.model_impl)
     known = [ModelRegistry.models.get(name) for name in config.architectures or ()]
@@ -221,8 +221,8 @@ def isolation_arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str,
 
 
 def isolated(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with a type for which `AutoModel` builds a subclass: vLLM's Transformers backend decorates the class in
-    place for torch.compile, and in this process it is the trainer's."""
+    """Return `config` with a type for which `AutoModel` builds a subclass: vLLM's Transformers backend decorates the
+    class in place for torch.compile, and the trainer in this process uses the same class."""
     text = config.get_text_config()
     # vLLM may call it twice, and with a configuration without a model class
     if type(text) in MODEL_MAPPING and type(text).__module__ != __name__:

@@ -81,7 +81,7 @@ register_operator(
 
 
 class AdaptedMethod(LinearMethodBase):
-    """Base class of our methods: names of the fused shards, and the adapter's buffers.
+    """Base class of our linear methods, which names the fused layers and creates the adapter's buffers.
 
     Args:
         names: the checkpoint's layers fused in this layer, in row order.
@@ -138,7 +138,7 @@ class AdaptedMethod(LinearMethodBase):
             splits = [sum(widths)] if len(self.names) == 1 else list(self.rows or ())
             if sum(splits) != sum(widths) or (self.rank and ranks > 1):
                 raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards, without the rows of each on this rank. "
+                    f"vLLM fuses {self.names} into {len(widths)} shards, and this rank lacks the rows of each. "
                     "Use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
                 )
         layer.qerl_splits = splits
@@ -151,7 +151,7 @@ class AdaptedMethod(LinearMethodBase):
                 layer.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
 
     def full_sizes(self, layer: Layer, shard: int) -> tuple[int, int]:
-        """Rows of B and columns of A of the unsharded shard."""
+        """Return the rows of B and the columns of A of a shard before tensor parallelism."""
         width, k, (ranks, _) = layer.qerl_splits[shard], layer.input_size_per_partition, parts_of(layer)
         if isinstance(layer, RowParallelLinear):
             return width, k * ranks
@@ -160,7 +160,7 @@ class AdaptedMethod(LinearMethodBase):
         return width * ranks, k
 
     def shard_slices(self, layer: Layer, shard: int) -> tuple[slice, slice]:
-        """This tensor-parallel rank's part of the unsharded shard: (rows of B, columns of A)."""
+        """Return this rank's part of a shard under tensor parallelism: (rows of B, columns of A)."""
         width, (ranks, rank) = layer.qerl_splits[shard], parts_of(layer)
         if isinstance(layer, RowParallelLinear):
             k = layer.input_size_per_partition
@@ -173,14 +173,14 @@ class AdaptedMethod(LinearMethodBase):
 
 
 def parts_of(layer: Layer) -> tuple[int, int]:
-    """(number of tensor-parallel ranks of a layer, this rank). vLLM gives a replicated layer a `tp_size` too."""
+    """Return (tensor-parallel ranks of a layer, this rank). vLLM gives a replicated layer a `tp_size` too."""
     if isinstance(layer, ReplicatedLinear):
         return 1, 0
     return layer.tp_size, layer.tp_rank
 
 
 def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Loader) -> None:
-    """Parameters for the tensor scales of each shard, NaN until loaded, to detect a missing scale."""
+    """Create parameters for the tensor scales of each shard, NaN until loaded, to detect a missing scale."""
     for name in names:
         data = torch.full((shards,), float("nan"), dtype=torch.float32)
         layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
@@ -192,7 +192,7 @@ def _check_scales(names: list[str], scales: Tensor) -> None:
 
 
 class _PackedMethod(AdaptedMethod):
-    """Base class for a packed base."""
+    """Base class of the methods for packed base weights."""
 
     can_be_batch_invariant = True
 
@@ -218,7 +218,7 @@ class _PackedMethod(AdaptedMethod):
 
     @staticmethod
     def row_scale(per_shard: Tensor, widths: list[int]) -> Tensor:
-        """One divisor if all shards agree, else one per row: exact for fused layers, unlike a maximum over shards."""
+        """Return one divisor if all shards agree, else one per row: exact for fused layers, unlike their maximum."""
         per_shard = per_shard.float().flatten()
         if bool((per_shard == per_shard[0]).all()):
             return per_shard[:1].clone()
@@ -297,7 +297,7 @@ class OnlineNVFP4Method(_PackedMethod):
 
 @register_weight_loader_v2_supported_method
 class DenseMethod(AdaptedMethod):
-    """An unquantized linear with the same adapter: bf16 with LoRA or noise in the same engine."""
+    """An unquantized linear with the same adapter buffers, for LoRA or noise on a bf16 base in this engine."""
 
     def _create(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Loader) -> None:
         data = torch.empty(sum(widths), k, dtype=dtype, device="meta" if self.deferred else None)
@@ -312,7 +312,7 @@ class DenseMethod(AdaptedMethod):
 
 @register_weight_loader_v2_supported_method
 class ModelOptFP8Method(DenseMethod):
-    """FP8 layers of a mixed ModelOpt checkpoint: dense once loaded, with the trainer's bits (nvfp4/format.py)."""
+    """FP8 layers of a mixed ModelOpt checkpoint: dense once loaded, bit-equal to the trainer's (nvfp4/format.py)."""
 
     per_tensor = ("weight_scale", "input_scale")
 

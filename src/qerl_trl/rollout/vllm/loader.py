@@ -41,7 +41,7 @@ def base_model(model: Any) -> nn.Module:
 
 @dataclass
 class Published:
-    """The trainer's model for the loader: frozen layers by their checkpoint names."""
+    """The trainer's model as vLLM's loader reads it: modules and tensors by their checkpoint names."""
 
     model: nn.Module
     alias: bool
@@ -66,7 +66,7 @@ class Published:
         return self.modules[name]
 
     def base_format(self, name: str) -> str:
-        """Format of the trainer's layer: "nvfp4", "nf4" or "dense". Raises `ValueError` for other bitsandbytes ones."""
+        """Return a layer's format: "nvfp4", "nf4" or "dense". Raises `ValueError` for other layers of bitsandbytes."""
         module = self.module(name)
         if isinstance(module, NVFP4Linear):
             return "nvfp4"
@@ -80,8 +80,8 @@ class Published:
         return "dense"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors except bitsandbytes' packed ones, by compressed-tensors names (towers: checkpoint names).
-        Whole on every rank, tied ones once."""
+        """Yield all tensors except those packed by bitsandbytes, by compressed-tensors names (towers: checkpoint
+        names), whole on every rank, tied ones once."""
         seen: set[int] = set()
         for name, module in self.modules.items():
             for key, parameter in module.named_parameters(recurse=False):
@@ -97,7 +97,7 @@ class Published:
                 yield self._on_disk(full, tensor) if in_tower(name) else full, tensor
 
     def _on_disk(self, name: str, tensor: torch.Tensor) -> str:
-        """Checkpoint name of a tensor, if transformers builds the tower in another form."""
+        """Return a tensor's name in the checkpoint; transformers may build the tower in another form."""
         stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         model: Any = base_model(self.model)
         reverted = revert_weight_conversion(model, {name: stand_in})
@@ -123,8 +123,8 @@ def published_for_current_engine() -> Published | None:
 def _require_published() -> Published:
     if _PUBLISHED is None:
         raise RuntimeError(
-            f"load_format={LOAD_FORMAT!r} takes the weights from a trainer in the same process, and there is none "
-            "here. Set VLLM_ENABLE_V1_MULTIPROCESSING=0; with `vllm serve`, leave load_format out."
+            f"load_format={LOAD_FORMAT!r} takes the weights from a trainer in the same process, and this process has "
+            "none. Set VLLM_ENABLE_V1_MULTIPROCESSING=0; with `vllm serve`, leave load_format out."
         )
     return _PUBLISHED
 
@@ -160,7 +160,7 @@ class TrainerLoader(BaseModelLoader):
     """Alias or copy the published model's tensors into vLLM's model."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Nothing to download."""
+        """Do nothing: the weights are in this process."""
 
     @torch.no_grad()
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
@@ -200,7 +200,7 @@ class TrainerLoader(BaseModelLoader):
             layer.weight = Parameter(fused_rows([m.weight.data for m in modules], names), requires_grad=False)
             return {f"{name}.weight" for name in names}
         if len(modules) > 1 and not all(module.fused_rows for module in modules):
-            one_storage(modules)  # a fused group of this architecture only
+            one_storage(modules)  # only fused in this architecture
         scales = torch.stack([module.global_scale.flatten()[0] for module in modules])
         layer.quant_method.set_weights(
             layer,
@@ -240,8 +240,8 @@ class Renaming:
             self.mappers.append(mapper)
 
     def original(self, name: str, known: Collection[str] = ()) -> str:
-        """Transformers' name of vLLM's layer `name`. `known` names decide between equivalent spellings. Raises
-        `ValueError` if no spelling maps back."""
+        """Return the name in transformers of vLLM's layer `name`. Among several candidates, one in `known` wins. Raises
+        `ValueError` if no candidate maps back."""
         for mapper in reversed(self.mappers):
             spellings = list(_spellings(name, mapper))
             if not spellings:
@@ -254,10 +254,10 @@ class Renaming:
 
 
 def _spellings(name: str, mapper: Mapper) -> Iterator[str]:
-    """Checkpoint spellings of vLLM's layer `name` under `mapper`, the likeliest first.
+    """Yield checkpoint names that `mapper` turns into vLLM's layer `name`, the likeliest first.
 
-    Prefix rules may have several. vLLM's classes list names of transformers 5 before those of older checkpoints; a name
-    with the prefix "model." is a text model's and needs no rule.
+    Prefix rules may give several. vLLM's classes list names of transformers 5 before those of older checkpoints; a name
+    with the prefix "model." belongs to a text model and needs no rule.
     """
     weight = f"{name}.weight"
     renamed = [
@@ -272,7 +272,7 @@ def _spellings(name: str, mapper: Mapper) -> Iterator[str]:
 
 
 def _with_parts(weight: str, mapper: Mapper) -> Iterator[str]:
-    """`weight` with one substring or suffix rule reversed."""
+    """Yield `weight` with one substring or suffix rule reversed, for each rule."""
     for old, new in mapper.orig_to_new_substr.items():
         if new and new.strip(".") and new in weight:
             yield weight.replace(new, old, 1)
@@ -282,14 +282,14 @@ def _with_parts(weight: str, mapper: Mapper) -> Iterator[str]:
 
 
 def split_fused(name: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names of the layers fused in vLLM's layer `name`, in row order; itself for an unfused one."""
+    """Return the names of the layers fused in vLLM's layer `name`, in row order; for an unfused layer [name]."""
     parent, _, leaf = name.rpartition(".")
     shards = packed_modules_mapping.get(leaf, [leaf])
     return [f"{parent}.{shard}" if parent else shard for shard in shards]
 
 
 def stacked(mapper: Any) -> dict[str, list[str]]:
-    """Fused layers in the `hf_to_vllm_mapper` of a vLLM class, in the form of a `packed_modules_mapping`."""
+    """Return the fused layers in a vLLM class's `hf_to_vllm_mapper`, in the form of a `packed_modules_mapping`."""
     fused: dict[str, list[str]] = {}
     for part, (whole, _) in (getattr(mapper, "orig_to_new_stacked", None) or {}).items():
         part, whole = part.strip("."), whole.strip(".")
@@ -299,7 +299,7 @@ def stacked(mapper: Any) -> dict[str, list[str]]:
 
 
 def with_gap(name: str, known: Collection[str]) -> str:
-    """`name` if known, else the only known name with further parts before its last: vLLM's Falcon-H1 has
+    """Return `name` if known, else the only known name with further parts before its last: vLLM's Falcon-H1 has
     `layers.0.q_proj` for `layers.0.self_attn.q_proj`. A wrong guess fails in the probe at start."""
     if not known or name in known:
         return name

@@ -63,7 +63,7 @@ register_operator(
 
 @register_weight_loader_v2_supported_method
 class NF4Method(AdaptedMethod):
-    """Weights are the trainer's `Params4bit`, installed by the loader; supported.py refuses tensor parallelism."""
+    """Multiply with the trainer's `Params4bit`, installed by the loader. supported.py refuses tensor parallelism."""
 
     @torch.no_grad()
     def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:

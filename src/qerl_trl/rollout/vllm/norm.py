@@ -78,10 +78,10 @@ except ImportError:  # versions without these classes
 else:
 
     class NoisyTPAwareRMSNorm(TPAwareRMSNorm, NoisyRMSNorm):
-        """As NoisyRMSNorm."""
+        """vLLM's TPAwareRMSNorm with a float32 weight."""
 
     class NoisyTPAwareGemmaRMSNorm(TPAwareGemmaRMSNorm, NoisyGemmaRMSNorm):
-        """As NoisyGemmaRMSNorm."""
+        """vLLM's TPAwareGemmaRMSNorm with a float32 weight."""
 
     _CLASSES |= {
         "TPAwareRMSNorm": (TPAwareRMSNorm, NoisyTPAwareRMSNorm, "rms_norm"),
@@ -99,7 +99,7 @@ def install() -> None:
 
 
 class _InFloat32:
-    """Mixin for a norm class other than vLLM's operators: its own arithmetic, in float32."""
+    """Mixin for a norm class that is not an operator of vLLM: runs the class's own forward in float32."""
 
     noisy = True
 
@@ -136,5 +136,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def find_norms(model: nn.Module, original: Callable[[str], str]) -> dict[str, nn.Module]:
-    """Norms of a vLLM model with support for noise, by transformers' names; `original` translates vLLM's names."""
+    """Return the norms of a vLLM model that support noise, by transformers' names; `original` translates a name."""
     return {original(name): module for name, module in model.named_modules() if getattr(module, "noisy", False)}

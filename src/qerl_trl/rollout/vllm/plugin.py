@@ -23,21 +23,19 @@ OLDEST_VLLM, NEWEST_VLLM = "0.25.1", "0.31.0"
 
 
 def register() -> None:
-    """Entry point. Re-entrant; only warns about a vLLM with other interfaces."""
+    """Register with vLLM, as its entry point. Re-entrant; warns if this vLLM has other interfaces."""
     try:
         from . import loader, quantization  # noqa: F401  (their decorators register)
     except ImportError as error:
         # an exception here would break every engine on this machine
         said = (
-            "qerl-trl works with vLLM %s to %s and could not register its quantization method (%s). Other engines are "
-            "not affected."
+            "qerl-trl works with vLLM %s to %s and could not register its quantization method in this one (%s). Install "
+            "one of these versions. Other engines are not affected."
         )
         logger.warning(said, OLDEST_VLLM, NEWEST_VLLM, error)
 
 
-_ADVICE = (
-    f"Install one that is tested, {OLDEST_VLLM} to {NEWEST_VLLM}: pip install 'qerl-trl[vllm]'; or use_vllm=False."
-)
+_ADVICE = f"Install a tested version, {OLDEST_VLLM} to {NEWEST_VLLM}: pip install 'qerl-trl[vllm]'; or use_vllm=False."
 
 
 def check_vllm(oldest: str | None = OLDEST_VLLM) -> None:
@@ -52,7 +50,7 @@ def check_vllm(oldest: str | None = OLDEST_VLLM) -> None:
 
 
 def broken_vllm(reason: BaseException | str) -> ImportError:
-    """Error for an installed vLLM with a failing import, mostly compiled for another PyTorch."""
+    """Make the error for an installed vLLM that cannot be imported, mostly as it was compiled for another PyTorch."""
     version, wanted, again = "", "", "vllm"
     if found := _distribution():
         version, again = f" {found.version}", f"{found.metadata['Name']}=={found.version.partition('+')[0]}"
@@ -62,7 +60,7 @@ def broken_vllm(reason: BaseException | str) -> ImportError:
         reason = f"{type(reason).__name__}: {reason}"
     return ImportError(
         f"vLLM{version} is installed and cannot be imported ({reason.strip()}).{wanted} torch "
-        f"{importlib.metadata.version('torch')} is here. Install the two together: pip install --force-reinstall "
+        f"{importlib.metadata.version('torch')} is installed. Install both: pip install --force-reinstall "
         f"{again}, which brings its torch. To train without vLLM: pip uninstall vllm, use_vllm=False."
     )
 
@@ -99,7 +97,7 @@ _SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)
 
 
 def slot_of(rank: int) -> int | None:
-    """vLLM's `max_lora_rank` for an adapter of this rank; `None` if none is large enough."""
+    """Return vLLM's `max_lora_rank` for an adapter of this rank; `None` if no value is large enough."""
     return next((size for size in _SLOT_RANKS if size >= rank), None)
 
 
@@ -144,7 +142,9 @@ class CheckpointEngine:
         )
         same_tokens = list(with_adapter.token_ids) == list(without.token_ids)
         if same_tokens and with_adapter.cumulative_logprob == without.cumulative_logprob:
-            raise RuntimeError("vLLM gives the same log-probabilities with and without the adapter: it is not applied.")
+            raise RuntimeError(
+                "The adapter is not applied: vLLM computes as without it. Merge it with `qerl-trl merge`."
+            )
 
     def chat(
         self,
@@ -156,7 +156,7 @@ class CheckpointEngine:
         ends: list[int],
         **template: Any,
     ) -> list[str]:
-        """One completion per conversation; number i uses `seed + i`, so that equal prompts get different completions.
+        """Complete each conversation once; number i uses `seed + i`, so equal prompts get different completions.
 
         Args:
             ends: end token ids of a completion.

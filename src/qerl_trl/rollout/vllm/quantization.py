@@ -59,7 +59,7 @@ _SHARED_METHODS: dict[str, Callable[..., AdaptedMethod]] = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`additional_config["qerl"]`, as `EngineSpec.options` writes it."""
+    """The options in `additional_config["qerl"]`, written by `EngineSpec.options`."""
 
     adapter: Mapping[str, Any] | None = None
     scale_rule: str = "rtn"
@@ -72,20 +72,20 @@ class EngineOptions:
         object.__setattr__(self, "ignore", check_entries(self.ignore, "qerl option ignore"))
 
     def rank_on(self, names: list[str]) -> int:
-        """Rank of the adapter on the fused layer of `names`; 0 without an adapter on any."""
+        """Return the adapter's rank on the layer fused from `names`; 0 if none of them has an adapter."""
         targets = self.adapter["targets"] if self.adapter else ()
         adapted = any(f".{name}".endswith(f".{target}") for name in names for target in targets)
         return self.adapter["rank"] if self.adapter and adapted else 0
 
 
 def _model_type() -> str | None:
-    """The text decoder's `model_type` of the engine under construction."""
+    """Return the text decoder's `model_type` of the engine under construction."""
     model = get_current_vllm_config().model_config
     return None if model is None else model.hf_text_config.model_type
 
 
 def _format_of(name: str, columns: int, selection: Selection, options: EngineOptions) -> str:
-    """Format of the checkpoint's layer `name` in the engine: "nvfp4", "fp8" (dense once loaded) or "dense"."""
+    """Return the engine's format of the checkpoint's layer `name`: "nvfp4", "fp8" (dense once loaded) or "dense"."""
     if selection.is_fp8(name):
         return "fp8"
     return "nvfp4" if options.base == "nvfp4" and selection.is_quantized(name, columns) else "dense"
@@ -94,7 +94,7 @@ def _format_of(name: str, columns: int, selection: Selection, options: EngineOpt
 @register_quantization_config(METHOD)
 @dataclass(eq=False)
 class QeRLQuantizationConfig(QuantizationConfig):
-    """vLLM's view of a model on our kernels: NVFP4 layers of the checkpoint, and their layout."""
+    """vLLM's quantization config for our kernels: the checkpoint's NVFP4 layers, and their layout."""
 
     selection: Selection = field(default_factory=Selection)  # a bf16 checkpoint: everything, quantized while it loads
 
@@ -124,8 +124,8 @@ class QeRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QeRLQuantizationConfig":
-        """From the `quantization_config` of a checkpoint."""
-        if config == {"quant_method": METHOD}:  # of a bf16 checkpoint
+        """Build from a checkpoint's `quantization_config`."""
+        if config == {"quant_method": METHOD}:  # a bf16 checkpoint
             return cls()
         return cls(parse_quantization_config(config, "quantization_config"))
 
@@ -137,11 +137,11 @@ class QeRLQuantizationConfig(QuantizationConfig):
         return METHOD if user_quant == METHOD and hf_quant_cfg else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Mapper) -> None:
-        """vLLM's hook with the renaming rules of the next model class."""
+        """Add the renaming rules of a model class; vLLM calls this for each, outermost first."""
         self.renaming.add(hf_to_vllm_mapper)
 
     def originals(self, prefix: str, known: Collection[str] = ()) -> list[str]:
-        """Transformers' names of the checkpoint layers fused in vLLM's layer `prefix`, in row order.
+        """Return the names in transformers of the layers fused in vLLM's layer `prefix`, in row order.
 
         vLLM lists fused layers in several places, and a class may inherit a wrong mapping (GLM has Llama's, but one
         `gate_up_proj`). The first with all layers in `known` wins; the first of all without `known`.
@@ -160,7 +160,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
         return found
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Method of one layer; None for vLLM's unquantized default. Raises `ValueError` for mixture-of-experts layers,
+        """Choose a layer's method; None: vLLM's unquantized default. Raises `ValueError` for mixture-of-experts layers,
         and for fused layers of different formats."""
         shared = loader.published_for_current_engine()
         if isinstance(layer, VocabParallelEmbedding):

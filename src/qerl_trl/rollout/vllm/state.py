@@ -53,7 +53,7 @@ class _Slot:
         self.full_n, self.full_k = layer.quant_method.full_sizes(layer, shard)
 
     def refuses(self, name: str, tensors: AdapterTensors) -> str | None:
-        """Reason to refuse these tensors as this layer's adapter, if any."""
+        """Return why these tensors cannot be this layer's adapter, or None."""
         a, b, rank = tensors.a, tensors.b, tensors.a.shape[0]
         if rank > self.rank:
             return f"{name} has rank {rank}, but the engine reserved {self.rank}"
@@ -62,14 +62,14 @@ class _Slot:
         return None
 
     def part(self, tensors: AdapterTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's A (r, K) and B (N, r), views of the whole ones."""
+        """Return this rank's A (r, K) and B (N, r), views of the whole tensors."""
         a, b = tensors.a.detach(), tensors.b.detach()
         if self.rows is not None:
             a, b = a[:, self.columns], b[self.rows]
         return a, b
 
     def filled(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers for an adapter of this rank. The rest becomes zero: it may have values of a larger adapter."""
+        """Return the buffers' part for LoRA rank `rank`, and clear the rest: a larger adapter may have used it."""
         if rank < self.rank:
             self.a_RK[rank:].zero_()
             self.b_NR[:, rank:].zero_()
@@ -106,14 +106,14 @@ class RolloutState:
 
     @torch.no_grad()
     def contents(self) -> Contents:
-        """State of this rank. Reads the adapter once."""
+        """Return this rank's state; reads the adapter once."""
         found = all_bits([half for _, half in self._halves]).tolist()
         damaged = [name for (name, _), now in zip(self._halves, found, strict=True) if now != self._bits[name]]
         return Contents(self._received, damaged, self.draw)
 
     @torch.no_grad()
     def sums(self) -> dict[str, int]:
-        """`bits` of all parameters and buffers of vLLM's model, by vLLM's names. Reads each once."""
+        """Return `bits` of all parameters and buffers of vLLM's model, by vLLM's names. Reads each once."""
         tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
         return dict(zip(tensors, all_bits(list(tensors.values())).tolist(), strict=True))
 
@@ -139,14 +139,14 @@ class RolloutState:
         return len(adapter)
 
     def _checked(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Expected `bits` of the adapter's buffers after this update."""
+        """Check an update; return the `bits` that the adapter's buffers must have after it. Raises `ValueError`."""
         problems = [f"vLLM has no buffers for {name}" for name in adapter if name not in self.slots]
         problems += [f"vLLM has no norm {name}" for name in norms if name not in self.norms]
         if not problems:
             problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
             for name, weight in norms.items():
                 if weight.shape != (own := self.norms[name].weight.shape):
-                    problems.append(f"{name} came as {tuple(weight.shape)}, and is {tuple(own)}")
+                    problems.append(f"{name} is {tuple(weight.shape)}, in vLLM {tuple(own)}")
         found: dict[str, int] = {}
         if not problems:
             parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
@@ -160,13 +160,13 @@ class RolloutState:
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise ValueError(
-                f"The update cannot be taken, and nothing has changed: {'; '.join(problems[:3])}{more}. Send one that "
-                "was made for this model."
+                f"The update was refused, and nothing has changed: {'; '.join(problems[:3])}{more}. Send an update "
+                "that was made for this model."
             )
         return dict.fromkeys(self._bits, 0) | found
 
     def _groups(self, adapter: Mapping[str, AdapterTensors]) -> Iterator[list[str]]:
-        """The adapter's layers in groups of about `_TOGETHER` elements."""
+        """Yield the adapter's layers in groups of about `_TOGETHER` elements."""
         group, size = list[str](), 0
         for name, tensors in adapter.items():
             group.append(name)
@@ -178,7 +178,7 @@ class RolloutState:
             yield group
 
     def _parts(self, adapter: Mapping[str, AdapterTensors], group: list[str]) -> list[torch.Tensor]:
-        """This rank's A and B of each layer of the group in turn, with alpha/r in B, in float32."""
+        """Return this rank's A and B of each layer of the group in turn, float32, B multiplied by alpha/r."""
         parts = [half for name in group for half in self.slots[name].part(adapter[name])]
         factors = [adapter[name].scaling for name in group]
         if any(factor != 1.0 for factor in factors):
@@ -206,7 +206,7 @@ class RolloutState:
         wrong = self.differing(dict(ends.values()))
         if not loaded or wrong:
             raise RolloutError(
-                f"vLLM's {type(self.model).__name__} took {len(loaded or ())} of {len(came)} trained weights and holds "
+                f"vLLM's {type(self.model).__name__} loaded {len(loaded or ())} of {len(came)} trained weights and has "
                 f"other values in {wrong}. Use use_vllm=False for this architecture."
             )
         if self._names:
@@ -217,7 +217,7 @@ class RolloutState:
 
     @torch.no_grad()
     def differing(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of dense layers, given as unsharded (N, K) weights, with other bits in vLLM's own dtype."""
+        """Return the names of dense layers, given as unsharded (N, K) weights, whose bits in vLLM differ."""
         wrong = []
         for name, weight in weights.items():
             layer, shard = self.shards[name]
@@ -246,7 +246,7 @@ class RolloutState:
         self.draw = None
 
     def _update_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """New clean weights of trained norms. Current noise stays on."""
+        """Replace the clean weights of trained norms. Current noise stays on."""
         for name, weight in weights.items():
             self.norms[name].weight.copy_(weight)
         if self._clean is not None:
@@ -255,7 +255,7 @@ class RolloutState:
             self.set_noise(self.draw or NoiseDraw(0.0, 0, 0, 0))
 
     def clean_norms(self) -> dict[str, torch.Tensor]:
-        """Clean weights of all norms with support for noise."""
+        """Return the clean weights of all norms that support noise."""
         norms = {name: norm.weight.detach() for name, norm in self.norms.items()}
         if self._clean is not None:
             norms |= dict(zip(self._names, self._split(self._clean), strict=True))
@@ -276,13 +276,13 @@ class RolloutState:
         self.draw = draw
 
     def clear_noise(self) -> None:
-        """Noise off: the clean norms, bit for bit."""
+        """Turn noise off: restore the clean norms, bit for bit."""
         if self._clean is not None:
             self.set_noise(NoiseDraw(0.0, 0, 0, 0))
 
     @torch.no_grad()
     def sigma_effective(self) -> float:
-        """Rms of the noise in vLLM's norm weights, as rounded."""
+        """Return the rms of the noise in vLLM's norm weights, after rounding."""
         if self._clean is None:
             return 0.0
         return float((self._gather() - self._clean).square().mean().sqrt())

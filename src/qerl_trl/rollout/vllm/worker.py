@@ -46,7 +46,7 @@ def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
 class QeRLWorkerExtension:
     """Methods added to vLLM's worker. Each returns one dict per rank; {"error": text} for a refusal."""
 
-    # the worker's own
+    # attributes of vLLM's worker
     model_runner: Any
     vllm_config: VllmConfig
     device: torch.device
@@ -66,7 +66,7 @@ class QeRLWorkerExtension:
         if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
             raise ValueError(
                 f"--data-parallel-size {engines} makes {engines} engines, and vLLM answers for the first only, so an "
-                "update that another refuses would be lost. Start the server without it."
+                "update refused by another engine would be lost. Start the server without this option."
             )
         self._qerl_state().clear_noise()
         return describe(self._qerl_state(), self.vllm_config) | {"same_host": SharedMemory.is_here(name)}
@@ -100,7 +100,7 @@ class QeRLWorkerExtension:
         return answer
 
     def _qerl_read(self, name: str, size: int) -> torch.Tensor:
-        """The update in the shared memory `name`, on this rank's device."""
+        """Read the update from the shared memory `name` onto this rank's device."""
         if self._qerl_memory is None or self._qerl_memory.name != name:
             self._qerl_memory = SharedMemory(size, self.device, name)
             self._qerl_flat = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -110,12 +110,12 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_contents(self) -> dict:
-        """`Contents` (rollout/engine.py) of this rank; `received` is the latest update's fingerprint."""
+        """Return this rank's `Contents` (rollout/engine.py); `received` is the latest update's fingerprint."""
         return self._qerl_state().contents()._asdict()
 
 
 def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
-    """Answer of `qerl_describe`, JSON-able: settings, adapter buffers, and `WeightSummary` per checkpoint weight."""
+    """Make the answer of `qerl_describe`, for JSON: settings, adapter buffers, a `WeightSummary` per weight."""
     weights: dict[str, WeightSummary] = {}
     for name, (layer, shard) in state.shards.items():
         start = sum(layer.qerl_splits[:shard])
@@ -159,7 +159,7 @@ class RolloutEndpoint:
         if kind == "lifespan" or (method == "GET" and path in ("/health", "/metrics", "/metrics/")):
             await self.app(scope, receive, send)
         elif not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._allowed):
-            refusal = {"error": "This rollout server takes requests of its trainer only."}
+            refusal = {"error": "This server serves its trainer only. Send the trainer's secret as a bearer token."}
             await (WebSocketClose(1008) if kind == "websocket" else JSONResponse(refusal, 401))(scope, receive, send)
         elif path == CALL and method in ("POST", "PUT"):
             request = Request(scope, receive)
