@@ -192,7 +192,7 @@ def test_no_pass_has_more_tokens_than_planned(make, length):
     ("kind", "error"),
     [
         ("detached", "Micro-batches 0 to 3 are computed in one pass"),
-        ("other tokens once", "are not of its log-probabilities"),
+        ("other tokens once", "did not use its log-probabilities"),
         ("other tokens always", None),
         ("a short step", None),  # at the end of an epoch
     ],

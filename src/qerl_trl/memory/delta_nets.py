@@ -13,13 +13,13 @@ from ..nvfp4.architectures import delta_net_layers
 
 #: tokens of a chunk, in transformers' own code and in flash-linear-attention
 CHUNK = 64
-#: a block of vLLM's cache holds one state, or keys and values of at least as many bytes, in steps of this many tokens
+#: a block of vLLM's cache is one state, or keys and values of as many bytes or more, in multiples of these tokens
 _ALIGNED = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNets:
-    """Sizes of `layers` decoder layers. `state_bytes`: per number in vLLM, but for the convolution (model dtype)."""
+    """Sizes of `layers` decoder layers. `state_bytes`: per number of a state in vLLM, but for the convolution."""
 
     layers: int
     key_heads: int
@@ -31,7 +31,7 @@ class DeltaNets:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "DeltaNets | None":
-        """Read a text decoder's configuration; None without gated delta nets."""
+        """Read the sizes from a text decoder's configuration; None without gated delta nets."""
         layers = delta_net_layers(config)
         if not layers:
             return None
@@ -50,7 +50,7 @@ class DeltaNets:
         return self.value_heads * self.key_dim * self.value_dim
 
     def activation_bytes(self, kernels: bool) -> int:
-        """Activations of one layer kept for its backward pass, per token, in bf16 with a frozen base:
+        """Count one layer's activations kept for its backward pass, in bytes per token, in bf16 with a frozen base:
 
             convolution  4 w      (its output before and after the activation)
             norm         14 V n   (of the output, gated; float32 except 2 bytes)
@@ -65,18 +65,18 @@ class DeltaNets:
         return 4 * self.convolved + self.value_heads * (14 * v + rule)
 
     def cached_bytes(self, dtype_bytes: int = 2) -> int:
-        """Cache of one sequence in transformers' generate: states in float32, and the convolution's last inputs."""
+        """Count one sequence's cache in transformers' generate: float32 states, and the convolution's last inputs."""
         return self.layers * (4 * self.state + dtype_bytes * self.kernel * self.convolved)
 
     def blocks(self, width: int, attending: int, length: int, processes: int, dtype_bytes: int) -> tuple[int, int]:
-        """(bytes of a block of vLLM's cache, blocks of a sequence of `length` tokens), without prefix caching.
+        """Return (bytes of a block of vLLM's cache, blocks of a sequence of `length` tokens), without prefix caching.
 
-        `_get_kv_cache_groups_uniform_page_size` and `_align_hybrid_block_size` of vLLM 0.25 to 0.31: groups have as
-        many layers as the rarer kind; a block has one page per layer of a group, and states take one page per sequence.
+        As in `_get_kv_cache_groups_uniform_page_size` and `_align_hybrid_block_size` of vLLM 0.25 to 0.31: a group has
+        as many layers as the rarer kind, a block one page per layer of a group, and a sequence one page of states.
 
         Args:
-            width: of keys, on one of the tensor-parallel `processes`.
-            attending: number of layers with keys and values, in numbers of `dtype_bytes`.
+            width: keys' width on one of the tensor-parallel `processes`.
+            attending: number of layers with keys and values, of `dtype_bytes` per number.
         """
         token = 2 * dtype_bytes * width
         page = (self.state_bytes * self.state + 2 * (self.kernel - 1) * self.convolved) // processes
@@ -85,7 +85,7 @@ class DeltaNets:
         return group * tokens * token, self.state_blocks(attending) + -(-attending // group) * -(-length // tokens)
 
     def state_blocks(self, attending: int) -> int:
-        """Blocks with states of one sequence, at any length."""
+        """Return the number of blocks for the states of one sequence, at any length."""
         return -(-self.layers // self._group(attending))
 
     def _group(self, attending: int) -> int:

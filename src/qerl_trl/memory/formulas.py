@@ -34,9 +34,9 @@ from .workload import MAX_BATCHED_TOKENS, Workload
 #: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured),
 #: and a margin of 0.5 GiB: the largest model's allocator fragments more than `ALLOCATOR_SLACK`
 CONTEXT_BYTES = 1_530_000_000
-#: NCCL, in each of several processes (multi_gpu_h200x2.json: `ours-dp` against one process)
+#: used by NCCL in each of several processes (multi_gpu_h200x2.json: `ours-dp` against one process)
 NCCL_BYTES = 770_000_000
-#: DeepSpeed, outside torch's count (the same file: `ours-zero2` against `ours-dp`)
+#: used by DeepSpeed, outside torch's count (the same file: `ours-zero2` against `ours-dp`)
 DEEPSPEED_BYTES = 2_770_000_000
 #: vLLM without weights, adapter, KV cache and graphs: input and sampling buffers, attention workspaces
 ENGINE_BYTES = 900_000_000
@@ -132,7 +132,7 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
     auto = AutoModelForImageTextToText if pictures else AutoModelForCausalLM  # as TRL loads it, tower included
     with torch.device("meta"):
         built = auto.from_config(config)
-    # any model: base_format="full" takes unsupported ones too
+    # unsupported ones too: base_format="full" takes any model
     linears, _ = divided(built, Selection())
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     norms = [p.numel() for name, p in built.named_parameters() if p.ndim == 1 and name.endswith("norm.weight")]
@@ -164,7 +164,7 @@ class ModelBytes:
 
 
 def model_bytes(model: nn.Module) -> ModelBytes:
-    """Count a model that is in memory; storage shared by tensors counts once."""
+    """Count the bytes of a model in memory; storage shared by tensors counts once."""
     storages: dict[tuple[int, str], tuple[int, bool]] = {}
     sizes, trained_parameters = {False: 0, True: 0}, 0
     for parameter in model.parameters():
@@ -177,8 +177,8 @@ def model_bytes(model: nn.Module) -> ModelBytes:
 
 
 def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes:
-    """One process's share of a model under FSDP 2, plus gathered parameters (as bf16 before torch 2.13): embeddings,
-    head and three layers (current, next, and previous, perhaps not yet freed by another stream)."""
+    """Count one process's share of a model under FSDP 2, plus gathered parameters (bf16 before torch 2.13): embeddings,
+    head and three layers (current, next, and previous, which another stream may not have freed yet)."""
     dense = work.dtype_bytes * shape.dense_parameters
     bytes_each = 2 if work.base_format == "nvfp4" else 1
     gathered = dense + 3 * bytes_each * max(0, model.base - dense) // shape.layers
@@ -190,7 +190,7 @@ def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes
 
 
 def base_bytes(shape: Shape, base_format: str = "nvfp4", dtype_bytes: int = 2) -> int:
-    """Weights: 4.5 bits per quantized weight (+ 4 bytes per layer), `dtype_bytes` for embeddings, head and norms."""
+    """Count weights: 4.5 bits per quantized one (+ 4 bytes per layer), `dtype_bytes` for embeddings, head and norms."""
     quantized = sum(map(math.prod, shape.linears))
     if base_format in ("bf16", "full"):
         return dtype_bytes * shape.parameters
@@ -199,7 +199,7 @@ def base_bytes(shape: Shape, base_format: str = "nvfp4", dtype_bytes: int = 2) -
 
 
 def adapter_parameters(shape: Shape, rank: int) -> int:
-    """LoRA on every linear layer: r (N + K) parameters each."""
+    """Count the parameters of LoRA on every linear layer, r (N + K) each."""
     return rank * sum(map(sum, shape.linears))
 
 
@@ -212,7 +212,7 @@ def predicted_bytes(shape: Shape, work: Workload) -> ModelBytes:
 
 
 def optimizer_bytes(optimizer: str, model: ModelBytes) -> int:
-    """The optimizer's state: torch: the parameter's dtype, bitsandbytes, torchao: 8 or 4 bits; else AdamW."""
+    """Count the optimizer's state by its name: in the parameter's dtype, or 8 or 4 bits; unknown ones as AdamW."""
     moments = next((count for family, count in _OPTIMIZER_MOMENTS.items() if family in optimizer), 2)
     width = model.trained / max(1, model.trained_parameters)
     for name, narrow in _OPTIMIZER_WIDTHS.items():
@@ -222,15 +222,15 @@ def optimizer_bytes(optimizer: str, model: ModelBytes) -> int:
 
 
 def engine_copy_bytes(shape: Shape, work: Workload) -> int:
-    """A colocated engine's own weights, split over tensor-parallel ranks; 0 if it reads the trainer's."""
+    """Count a colocated engine's own weights, split over tensor-parallel ranks; 0 if it reads the trainer's."""
     if work.shares_weights:
         return 0
     return base_bytes(shape, "bf16" if work.base_format == "full" else work.base_format) // work.tensor_parallel
 
 
 def aligned_scale_bytes(shape: Shape, tensor_parallel: int = 1) -> int:
-    """Second copy of block scales on each rank of an engine, in aligned rows for Hopper's kernels: layers with K not a
-    multiple of 256. Ranks may split rows or columns; the larger of the two counts."""
+    """Count the second copy of block scales on each rank of an engine, in aligned rows for Hopper's kernels, of layers
+    with K not a multiple of 256. Ranks may split rows or columns; the larger of the two counts."""
     import qerl_nvfp4
 
     def held(n: int, k: int) -> int:
@@ -245,7 +245,7 @@ def aligned_scale_bytes(shape: Shape, tensor_parallel: int = 1) -> int:
 
 
 def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
-    """A colocated engine without weights and KV cache: the adapter in bf16 (rank padded to 16), copies of block scales,
+    """Count a colocated engine without weights and KV cache: adapter in bf16 (rank padded to 16), copied block scales,
     `ENGINE_BYTES`, CUDA graphs for 1, 2, 4, multiples of 8 to 256, of 16 to 512 sequences (to 2 `max_num_seqs`)."""
     adapter = 0
     if work.base_format != "full":
@@ -258,7 +258,7 @@ def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
 
 
 def layer_activation_bytes(shape: Shape, work: Workload) -> int:
-    """Activations of one decoder layer kept for its backward pass, under bf16 autocast with LoRA, M tokens:
+    """Count the activations of one decoder layer kept for its backward pass, under bf16 autocast with LoRA, M tokens:
 
         norms       2 h each      (their inputs; 4 h without compilation, in float32)
         inputs      4 h           (of q|k|v and gate|up, once per group; without compilation one is kept by the norm)
@@ -300,21 +300,21 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
 
 
 def mask_bytes(work: Workload) -> int:
-    """The boolean mask (T x T per sequence) shared by all layers, and its bf16 copy if T is not a multiple of 8."""
+    """Count the boolean mask (T x T per sequence) shared by all layers, and a bf16 copy if T is no multiple of 8."""
     if not work.padded or work.packed or work.attention not in ("sdpa", "eager"):
         return 0
     return work.batch * work.length**2 * (1 if work.length % 8 == 0 else 3)
 
 
 def checkpoint_bytes(shape: Shape, work: Workload) -> int:
-    """Checkpoints of gradient checkpointing, around layers or inside compiled ones: a layer's input, 2 h per token."""
+    """Count what gradient checkpointing keeps, around layers or inside compiled ones: their input, 2 h per token."""
     return shape.layers * work.tokens * work.dtype_bytes * shape.hidden
 
 
 def head_bytes(shape: Shape, work: Workload) -> int:
-    """The output head of an update. TRL never builds the logits: it projects tiles of `HEAD_TILE` tokens x vocabulary
-    (2 bytes each). For the C completion tokens it keeps the hidden state (2 h), its gradient summed in float32 (4 h)
-    and rounded (2 h); the gradient is then scattered to all M tokens (2 x 2 h)."""
+    """Count the output head of an update. TRL never builds the logits: it projects tiles of `HEAD_TILE`, tokens x
+    vocabulary (2 bytes each). For the C completion tokens it keeps the hidden state (2 h), its gradient summed in
+    float32 (4 h) and rounded (2 h); the gradient is then scattered to all M tokens (2 x 2 h)."""
     tokens, columns = HEAD_TILE
     completion = work.batch * work.completion_length
     tile = 2 * min(tokens, completion) * min(columns, shape.vocabulary)
@@ -324,9 +324,9 @@ def head_bytes(shape: Shape, work: Workload) -> int:
 
 
 def layer_backward_bytes(shape: Shape, work: Workload) -> int:
-    """Peak of a layer's backward pass on top of its activations. At the MLP: gradients of gate and up (2 f each; their
-    product's replaces the product), of the layer's input and output (2 h each). Unfused LoRA layers sum the base's
-    share and their own: 4 f more. After gate and up: their decoded weight (both if fused) and the gradients."""
+    """Count the peak of a layer's backward pass on top of its activations. At the MLP: gradients of gate and up (2 f
+    each; that of their product replaces it), of the layer's input and output (2 h each). Unfused LoRA layers add the
+    base's share to their own: 4 f more. After gate and up: their decoded weight (both if fused) and the gradients."""
     summed = 0 if work.fused or work.base_format == "full" else 4 * shape.mlp
     gradients = work.tokens * (4 * shape.mlp + 4 * shape.hidden + summed) * work.dtype_bytes // 2
     if not work.fused:
@@ -335,9 +335,9 @@ def layer_backward_bytes(shape: Shape, work: Workload) -> int:
 
 
 def inside_bytes(shape: Shape, work: Workload) -> int:
-    """Extra bytes of a compiled layer with recomputation inside, a single function: the product of gate and up next to
-    its gradient (2 f), and the residual in float32 (4 h). On a dense base the compiler keeps both terms of gate and up,
-    the base's and LoRA's: 4 f (unfused LoRA counts them already)."""
+    """Count the extra bytes of a compiled layer that recomputes inside its single function: the product of gate and up
+    next to its gradient (2 f), and the residual in float32 (4 h). On a dense base the compiler keeps both terms of gate
+    and up, from the base and from LoRA: 4 f (counted already for unfused LoRA)."""
     if not (work.compiled and shape.packs):
         return 0
     summed = 4 * shape.mlp if work.base_format == "bf16" and work.fused else 0
@@ -345,16 +345,16 @@ def inside_bytes(shape: Shape, work: Workload) -> int:
 
 
 def scratch_bytes(shape: Shape, work: Workload) -> int:
-    """The largest weight, dequantized to bf16 for a product with many tokens; if fused, a group's: gate and up."""
+    """Count the largest weight, dequantized to bf16 for a product with many tokens; if fused, gate and up."""
     if work.base_format in ("bf16", "full"):
         return 0
     return 2 * max(map(math.prod, shape.linears)) * (2 if work.fused else 1)
 
 
 def scoring_bytes(shape: Shape, work: Workload) -> int:
-    """The forward pass without gradients for the old log-probabilities, in batches of an update's size, without shared
-    prompts: residual and norm (8 h), the MLP (gate, up, their product and LoRA's sum, 8 f), the completions' hidden
-    states (2 h) and the head's tile. Compiled layers allocate an update's activations, and drop them."""
+    """Count the forward pass without gradients for the old log-probabilities, in batches of an update's size, without
+    shared prompts: residual and norm (8 h), the MLP (gate, up, their product and LoRA's sum, 8 f), the completions'
+    hidden states (2 h) and the head's tile. Compiled layers allocate an update's activations, and drop them."""
     alone = dataclasses.replace(work, generations=1)
     tile = 2 * min(HEAD_TILE[0], work.batch * work.completion_length) * min(HEAD_TILE[1], shape.vocabulary)
     token = (10 * shape.hidden + 8 * shape.mlp) * work.dtype_bytes // 2
@@ -365,16 +365,16 @@ def scoring_bytes(shape: Shape, work: Workload) -> int:
 
 
 def kept_bytes(shape: Shape, work: Workload) -> int:
-    """Activations of the layers without recomputation."""
+    """Count the activations of the layers without recomputation."""
     keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
     return keeping * layer_activation_bytes(shape, work)
 
 
 def update_bytes(shape: Shape, work: Workload) -> int:
-    """Transient memory of an update. Its peak is at the head's backward (all checkpoints and kept activations), inside
-    a layer's, or (never with these shapes) in the forward pass for the old log-probabilities. Only the last layers keep
-    activations: freed before the first one recomputes. Weights trained in float32 are cast to bf16 too. All layers
-    share the rotary tables and the sequence boundaries."""
+    """Count the transient memory of an update. It peaks in the backward of the head (all checkpoints and kept
+    activations) or of a layer, or (never with these shapes) in the forward pass for the old log-probabilities. Only the
+    last layers keep activations, freed before the first layer recomputes. Weights trained in float32 are cast to bf16
+    too. All layers share the rotary tables and the sequence boundaries."""
     layer = layer_activation_bytes(shape, work)
     keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
     checkpoints = checkpoint_bytes(shape, work) * (shape.layers - keeping) // shape.layers
@@ -387,13 +387,13 @@ def update_bytes(shape: Shape, work: Workload) -> int:
 
 
 def kv_bytes(shape: Shape, sequences: int, length: int) -> int:
-    """Key and value, 2 bytes each, per attention layer: 4 kv per token, for L tokens; plus the states of delta nets."""
+    """Count keys and values, 2 bytes each, 4 kv per attention layer and token; plus the states of delta nets."""
     states = shape.delta_nets.cached_bytes() if shape.delta_nets else 0
     return sequences * (4 * shape.kv_width * shape.attending * length + states)
 
 
 def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
-    """vLLM's KV cache for `sequences` of full length on one tensor-parallel rank, in blocks, plus its reserved one."""
+    """Count vLLM's KV cache for `sequences` of full length on one tensor-parallel rank, plus its reserved block."""
     width = max(1, shape.kv_heads // work.tensor_parallel) * shape.head_dim
     if shape.delta_nets is not None:
         sizes = width, shape.attending, work.length, work.tensor_parallel, work.kv_dtype_bytes
@@ -405,7 +405,7 @@ def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
 
 
 def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:
-    """transformers' generate. At the prompts' pass: their KV cache, the activated gate and up (2 f each), LoRA's
+    """Count transformers' generate. In the prompts' pass: their KV cache, the activated gate and up (2 f each), LoRA's
     float32 output with its sum (4 f each), residual, norm output and its float32 copy (8 h). At the last token: the
     whole KV cache (one layer's twice, as it grows by concatenation) and two float32 logits per sequence."""
     prompts = kv_bytes(shape, work.completions, work.prompt_length)
@@ -416,7 +416,7 @@ def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:
 
 
 def engine_rollout_bytes(shape: Shape, work: Workload) -> int:
-    """Transient memory of vLLM: one step with prompts (gate, up and their product, 6 f per token; residual and norms, 8
+    """Count vLLM's transient memory: a step with prompts (gate, up and their product, 6 f per token; residual, norms, 8
     h; in steps over `MAX_BATCHED_TOKENS` 24 h per further token, a quarter above measurements of 1.5B and 3B), gate and
     up dequantized together, and the sampler's float32 logits."""
     tokens = min(work.step_tokens, work.completions * work.prompt_length)

@@ -27,7 +27,7 @@ from .workload import dtype_bytes_of, run_lengths, workload_of
 
 logger = logging.getLogger(__name__)
 
-#: messages of PyTorch, CUDA, cuBLAS, and of vLLM at its start
+#: out-of-memory messages of PyTorch, CUDA, cuBLAS, and of vLLM at its start
 _SHORT = re.compile(
     r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|No available memory for the cache|Free memory on device"
     r"|larger than the available KV cache"
@@ -37,10 +37,10 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
 
 
 def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
-    """Plan a trainer's process at the first call, and keep the plan as `trainer.memory_plan`.
+    """Plan the memory of a trainer's process at the first call, and keep the plan as `trainer.memory_plan`.
 
     Args:
-        gpu: in place of the trainer's current GPU; on a CPU, the machine's memory.
+        gpu: replaces the trainer's current GPU (on a CPU: the machine's memory).
 
     Raises:
         `ValueError`: prompts cannot fit; see `run_lengths`.
@@ -93,7 +93,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
 
 
 def _to_come(models: Iterable[Any], device: torch.device) -> int:
-    """Bytes of reference and reward models not on the GPU yet: TRL moves them there after the engine was planned."""
+    """Add up the bytes of reference and reward models not on the GPU yet: TRL moves them there after planning."""
     parameters = (p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters())
     return sum(p.nbytes for p in parameters if p.device.type != device.type)
 
@@ -132,7 +132,7 @@ class Recomputation:
         if not count and compiled is None:
             return
         if len(layers) < count:
-            logger.info("%s has no such list of layers, so all recompute.", type(model).__name__)
+            logger.info("%s has no list of checkpointed layers, so all recompute.", type(model).__name__)
             count = 0
         kept = layers[len(layers) - count :]
         inside = [] if compiled is None else [layer for layer in layers if layer in compiled.layers]
@@ -173,7 +173,7 @@ class Recomputation:
         made = plan_run(shape_of(model.config), work, before.gpu, model_bytes(model), before.max_model_len)
         made = dataclasses.replace(made, work=dataclasses.replace(made.work, kv_limit=before.work.kv_limit))
         trainer.memory_plan = made
-        logger.info("Planned again, as updates are computed in another way: %s. %s", made.summary(), made.verdict())
+        logger.info("The memory plan changed, as packing or compilation did: %s. %s", made.summary(), made.verdict())
 
 
 class OutOfMemory:
@@ -183,13 +183,13 @@ class OutOfMemory:
         self._trainer = trainer
 
     def explain(self, error: Exception, of_engine: type[Exception]) -> NoReturn:
-        """Raise an error that was caught again, explained if memory ran out.
+        """Re-raise a caught error, with advice added if memory ran out.
 
         Args:
-            of_engine: the error of an engine that failed; where it ran out of memory, it keeps its kind and says more.
+            of_engine: error class of a failed engine; such an error keeps its type, and gets the advice in its text.
 
         Raises:
-            `torch.OutOfMemoryError`: in place of another's.
+            `torch.OutOfMemoryError`: replaces any other error that reports too little memory.
         """
         short = isinstance(error, torch.OutOfMemoryError) or _SHORT.search(str(error))
         if short and not isinstance(error, of_engine):
@@ -219,10 +219,10 @@ class OutOfMemory:
         return f"Out of memory in {where} {at} {self._change(error, part)} {resume}"
 
     def _change(self, error: Exception, part: str) -> str:
-        """The setting to change, and by how much."""
+        """Return advice: the setting to change, and by how much."""
         plan: MemoryPlan | None = self._trainer.memory_plan
         if plan is None:
-            return "Use base_format='nvfp4', a smaller model or a larger GPU; `qerl-trl plan` says what fits."
+            return "Use base_format='nvfp4', a smaller model or a larger GPU; `qerl-trl plan` shows what fits."
         found = _WANTED.search(str(error))
         wanted = float(found[1]) * _UNITS[found[2]] if found else GIB
         missing = round(max(wanted, 0.02 * plan.gpu.total if plan.gpu else 0))
@@ -233,8 +233,8 @@ class OutOfMemory:
             )
         if part == "rollout" and plan.kv_bytes - 2 * missing >= plan.kv_least > 0:
             return (
-                f"Give the engine less: vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} "
-                f"(it had {plan.kv_bytes})."
+                "Use a smaller KV cache: "
+                f"vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} (was {plan.kv_bytes})."
             )
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         settings = relief(plan, shape_of(model.config), model_bytes(model), part, missing)
@@ -243,7 +243,7 @@ class OutOfMemory:
         if not settings:
             engine = ", use_vllm=True" if (part, plan.work.rollout) == ("rollout", "transformers") else ""
             return (
-                f"{planned} No setting was found that takes {less} less: a shorter max_completion_length{engine}, a "
+                f"{planned} No setting was found that saves {less}. Use a shorter max_completion_length{engine}, a "
                 "smaller model or a larger GPU."
             )
         text = f"{planned} It takes at least {less} less with {' and '.join(settings)}"

@@ -22,7 +22,7 @@ from .workload import LARGER_STEPS, Workload
 
 GIB = 2**30
 _KV_CACHE = "KV cache"
-#: completions shorter than this are not proposed
+#: shortest completions, in tokens, to propose as a setting
 _SHORTEST_COMPLETION = 256
 #: share of the GPU left free by kept activations and larger steps, for unplanned use (reward models, fragmentation)
 _LEFT_FREE = 0.1
@@ -43,13 +43,13 @@ class Gpu:
 
     @classmethod
     def of_machine(cls, gib: float | None = None) -> "Gpu":
-        """This machine's memory (or `gib`), divided among its processes training on the CPU."""
+        """Take this machine's memory (or `gib`), divided among its processes that train on the CPU."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if gib is None else round(gib * GIB)
         return cls(total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), formulas.CPU_PROCESS_BYTES)
 
     @classmethod
     def current(cls, device: torch.device) -> "Gpu":
-        """The GPU's present state. torch's unused cache counts as free; half of `CONTEXT_BYTES` is yet to come."""
+        """Read the GPU's present state. torch's unused cache counts as free; half of `CONTEXT_BYTES` is yet to come."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device)
@@ -70,9 +70,9 @@ class Part:
 class MemoryPlan:
     """A run's memory on its GPU, in bytes.
 
-    `kv_bytes`: KV cache of a colocated engine; `kv_wanted`: for all its sequences at full length; `kv_least`: minimum
-    to start. `sequences`: of full length at a time; `most_running`: of any length (None: all). `max_model_len`: of the
-    engine; None for the model's own. `changes`: settings under which the run fits.
+    `kv_bytes`: KV cache of a colocated engine; `kv_wanted`: enough for all its sequences at full length; `kv_least`:
+    minimum to start. `sequences`: number of full length at a time; `most_running`: of any length (None: all).
+    `max_model_len`: the engine's; None for the model's own. `changes`: settings under which the run fits.
     """
 
     work: Workload
@@ -105,22 +105,19 @@ class MemoryPlan:
 
     @property
     def waves(self) -> int:
-        """Number of times the engine fills up until all sequences are done, each at full length."""
+        """How many times the engine fills up until all sequences are done, each at full length."""
         return -(-self.work.completions // max(1, self.sequences))
 
     def check(self) -> None:
-        """
-        Raises:
-            `RuntimeError`: it does not fit, and the KV cache's size was not set by hand.
-        """
+        """Raise `RuntimeError` if the run does not fit, unless the KV cache's size was set by hand."""
         if self.fits or self.work.kv_limit is not None or self.work.utilization is not None:
             return
         raise RuntimeError(f"{self.table()}\n{self.verdict()}")
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Memory arguments of `vllm.LLM`: exactly this KV cache; a small share of the GPU, which vLLM only compares
-        with the free memory at its start, so neighbours do not disturb it; and at most as many sequences as states,
-        else vLLM does not capture CUDA graphs ("Mamba cache blocks")."""
+        """Return memory arguments of `vllm.LLM`: exactly this KV cache; a small share of the GPU, which vLLM only
+        compares with the free memory at its start, so other processes do not matter; and no more sequences than
+        states, or vLLM would not capture CUDA graphs ("Mamba cache blocks")."""
         assert self.gpu is not None, "planned without a GPU"
         arguments: dict[str, Any] = {
             "kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01,
@@ -131,7 +128,7 @@ class MemoryPlan:
         return arguments
 
     def summary(self) -> str:
-        """One line: the peak, and the engine's KV cache."""
+        """Describe the peak and the engine's KV cache in one line."""
         work, when = self.work, "an update" if self.update >= self.rollout else "a rollout"
         of = f" of {self.gpu.total / GIB:.1f}" if self.gpu else ""
         text = f"planned peak {self.peak / GIB:.1f}{of} GiB, in {when}"
@@ -147,7 +144,7 @@ class MemoryPlan:
         )
 
     def table(self) -> str:
-        """The parts, in GiB, in an update and in a rollout."""
+        """Return a table of the parts, in GiB, in an update and in a rollout."""
         width = max(len(part.name) for part in self.parts)
         rows = [("memory, GiB" if self.work.cpu else "GPU memory, GiB", "update", "rollout")]
         parts = [part for part in self.parts if part.update or part.rollout]
@@ -157,7 +154,7 @@ class MemoryPlan:
         return "\n".join([*lines, self.summary()])
 
     def verdict(self) -> str:
-        """Whether it fits, and the settings to change."""
+        """Return a sentence: whether the run fits, and the settings to change."""
         if self.gpu is None:
             return "No GPU was named, so nothing limits this run."
         size = f"{self.gpu.total / GIB:.1f} GiB"
@@ -178,12 +175,12 @@ def plan_run(
     model: ModelBytes | None = None,
     max_model_len: int | None = None,
 ) -> MemoryPlan:
-    """Plan one process's GPU: sum the parts, give the KV cache the rest, and if that is too little, try other settings.
+    """Plan one process's GPU: add up the parts, leave the KV cache the rest, and if too little, try other settings.
 
     Args:
         gpu: None for no limit.
-        model: counted bytes of a model in memory; else predicted.
-        max_model_len: of the engine, if above the workload's length; vLLM needs a KV cache for one such sequence.
+        model: counted bytes of a model in memory; None to predict them.
+        max_model_len: the engine's, if above the workload's length; vLLM needs a KV cache for one such sequence.
     """
     if not shape.packs:
         work = dataclasses.replace(work, packed=False)
@@ -201,7 +198,7 @@ def plan_run(
 
 
 def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
-    """With as many layers keeping activations as fit next to the same KV cache and an unused `_LEFT_FREE`."""
+    """Let as many layers keep activations as fit next to the same KV cache and an unused `_LEFT_FREE`."""
     limit = _to_be_used(shape, plan, gpu, model)
     for kept in range(shape.layers, 0, -1):
         work = dataclasses.replace(plan.work, kept_layers=kept)
@@ -212,7 +209,7 @@ def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelB
 
 
 def _in_larger_steps(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
-    """With the engine's largest steps filled by its prompts, next to the same KV cache and an unused `_LEFT_FREE`."""
+    """Use the largest engine steps that its prompts fill, next to the same KV cache and an unused `_LEFT_FREE`."""
     work = plan.work
     if work.batched_tokens is not None or work.utilization is not None:
         return plan
@@ -226,7 +223,7 @@ def _in_larger_steps(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes
 
 
 def _to_be_used(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> float:
-    """Bytes of the GPU available to optional use."""
+    """Return the bytes of the GPU available for optional use."""
     counted = model or formulas.predicted_bytes(shape, plan.work)
     unplanned = 0  # this process's memory without the model
     if gpu.free is not None:
@@ -249,7 +246,7 @@ def _add_up(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | N
     what_is_left = False
     if work.kv_limit is not None:
         kv = work.kv_limit
-    elif work.utilization is not None and gpu is not None:  # as vLLM counts
+    elif work.utilization is not None and gpu is not None:  # as in vLLM
         kv = max(0, round(work.utilization * gpu.total) - of_engine)
     elif gpu is not None:
         taken = max(sum(part.rollout for part in parts), 0 if work.sleep else sum(part.update for part in parts))
@@ -263,13 +260,13 @@ def _add_up(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | N
         kv = max(least, one_block + sequences * one)
     parts.append(Part(_KV_CACHE, 0 if work.sleep else kv, kv))
     running = None
-    if shape.delta_nets is not None:  # each has its states, and a block of keys and values
+    if shape.delta_nets is not None:  # a sequence has states, and a block of keys and values
         running = (kv // one_block - 1) // (shape.delta_nets.state_blocks(shape.attending) + 1)
     return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_len, most_running=running)
 
 
 def _parts(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes) -> tuple[list[Part], int]:
-    """All parts but the KV cache, and the engine's bytes among them."""
+    """Return all parts except the KV cache, and the engine's bytes among them."""
     gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
     # a rollout in the middle of an update
     between = work.batch * work.accumulation > work.completions // work.tensor_parallel
@@ -310,7 +307,7 @@ def _parts(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes) -> 
 
 
 def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
-    """(settings, workload with them), the cheapest first: each alone, then accumulated."""
+    """Yield (settings, workload with them), the cheapest first: each setting alone, then added up."""
     sleeping = [{"sleep": True}] if work.colocated and not work.sleep else []
     batches = [
         {"batch": batch, "accumulation": work.accumulation * (work.batch // batch)}
@@ -333,7 +330,7 @@ def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
 
 
 def relief(plan: MemoryPlan, shape: Shape, model: ModelBytes, part: str, missing: int) -> tuple[str, ...]:
-    """Cheapest settings to take at least `missing` bytes off `part` ("update" or "rollout") of a run planned to fit.
+    """Find the cheapest settings that save `missing` bytes in `part` ("update" or "rollout") of a run planned to fit.
     The KV cache keeps its size, so freed memory goes to the missing bytes."""
 
     def taken(made: MemoryPlan) -> int:
@@ -349,7 +346,7 @@ def relief(plan: MemoryPlan, shape: Shape, model: ModelBytes, part: str, missing
 
 
 def _settings(change: dict[str, Any]) -> tuple[str, ...]:
-    """A change of workload, as settings of a configuration."""
+    """Translate a change of the workload into settings of a configuration."""
     names = {
         "sleep": "vllm_enable_sleep_mode: true",
         "batch": f"per_device_train_batch_size: {change.get('batch')} "
@@ -376,7 +373,7 @@ _NO_MATTER = r"\b(nvidia|geforce|tesla|generation|laptop|gpu|pcie|sxm\d?|hbm\d?e
 
 
 def gpu_of_card(name: str) -> Gpu:
-    """The memory of a card, by its name in shops, clouds or nvidia-smi ("NVIDIA H100 80GB HBM3", "a10g", "4090").
+    """Look up a card's memory by its name in shops, clouds or nvidia-smi ("NVIDIA H100 80GB HBM3", "a10g", "4090").
 
     A GB is 10^9 bytes, about a binary one minus the driver's share.
 
@@ -394,5 +391,5 @@ def gpu_of_card(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """Without its memory and words common to all cards."""
+    """Reduce a card's name: without its memory size and words common to all cards."""
     return "".join(re.findall(r"[a-z0-9]+", re.sub(rf"{_SIZE}|{_NO_MATTER}", " ", name.lower())))

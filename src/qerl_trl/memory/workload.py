@@ -14,9 +14,9 @@ from ..update import batches, row
 
 logger = logging.getLogger(__name__)
 
-#: least tokens per engine step: TRL's own value
+#: fewest tokens per engine step, as in TRL
 MAX_BATCHED_TOKENS = 4096
-#: the same if a plan has room: each step decodes the whole base. The largest is vLLM's default on such GPUs
+#: tokens per engine step if a plan has room: each step decodes the whole base. The largest is vLLM's own there
 LARGER_STEPS = (16384, 8192)
 #: tokens of a prompt of unknown length (streamed data, pictures, environments, a rollout function)
 ASSUMED_PROMPT = 1024
@@ -108,25 +108,25 @@ class Workload:
         return self.share_weights and self.tensor_parallel == 1 and self.base_format != "full"
 
     def with_engines_of(self, gpus: int) -> "Workload":
-        """With tensor-parallel engines, each serving all processes on its GPUs."""
+        """Return the workload with tensor-parallel engines, each serving all processes on its `gpus` GPUs."""
         completions = self.completions // self.tensor_parallel * gpus
         return dataclasses.replace(self, tensor_parallel=gpus, completions=completions)
 
     def under_fsdp(self) -> "Workload":
-        """With the trainer's weights sharded, and an engine's of its own. Processes gather each layer together but plan
-        alone, so by default all layers recompute."""
+        """Return the workload with the trainer's weights sharded, and a copy in the engine. Processes gather a layer
+        together but plan alone, so by default all layers recompute."""
         recomputed, optimizer = self.gradient_checkpointing is not False, optimizer_under_fsdp(self.optimizer)
         return dataclasses.replace(
             self, share_weights=False, sharded=True, gradient_checkpointing=recomputed, optimizer=optimizer
         )
 
     def under_zero2(self) -> "Workload":
-        """With the optimizer sharded by DeepSpeed; by default all layers recompute."""
+        """Return the workload with the optimizer sharded by DeepSpeed; by default all layers recompute."""
         recomputed = self.gradient_checkpointing is not False
         return dataclasses.replace(self, deepspeed=True, gradient_checkpointing=recomputed)
 
     def on_a_cpu(self) -> "Workload":
-        """Without a GPU: by default all layers recompute, and vLLM keeps keys and values in the model's dtype."""
+        """Return the workload without a GPU: by default all layers recompute; vLLM's KV cache has the model's dtype."""
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it overrides arguments
         limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self.gradient_checkpointing is not False
         return dataclasses.replace(
@@ -138,7 +138,7 @@ class Workload:
 @dataclasses.dataclass(frozen=True)
 class Lengths:
     """Tokens of the longest prompt and completion; `limit`: longest sequence of model and engine, if known. `counted`
-    is False if the prompt's is `ASSUMED_PROMPT`."""
+    is False if the prompt's length is `ASSUMED_PROMPT`."""
 
     prompt: int
     completion: int
@@ -147,7 +147,7 @@ class Lengths:
 
     @property
     def engine(self) -> int | None:
-        """`max_model_len` of an engine for these lengths; the limit if no prompt was counted."""
+        """An engine's `max_model_len` for these lengths; the limit if no prompt was counted."""
         if not self.counted:
             return self.limit
         length = max(SHORTEST_ENGINE, self.prompt + self.completion)
@@ -155,7 +155,7 @@ class Lengths:
 
 
 def on_a_gpu(base_format: str) -> dict[str, Any]:
-    """Default computation of updates on a GPU; LoRA layers on bitsandbytes' are not fused."""
+    """Return the default fields for updates on a GPU; LoRA on layers of bitsandbytes is not fused."""
     return {"packed": True, "compiled": True, "fused": base_format in ("nvfp4", "bf16")}
 
 
@@ -168,15 +168,15 @@ def workload_of(
     dtype_bytes: int = 2,
     attention: str = "sdpa",
 ) -> Workload:
-    """The workload of each process by a `QeRLConfig`; properties of the model and the device default to `on_a_gpu`.
+    """Read each process's workload from a `QeRLConfig`; fields of model and device default to `on_a_gpu`.
 
     Args:
-        lora_rank, lora_dropout, dtype_bytes, attention: of the model, not named by the configuration.
+        lora_rank, lora_dropout, dtype_bytes, attention: the model's, not in the configuration.
     """
     fast = on_a_gpu(args.base_format)
     engine = args.vllm_engine_kwargs or {}
     engine = json.loads(engine) if isinstance(engine, str) else engine
-    engine = {name: value for name, value in engine.items() if value is not None}  # for vLLM, too, None is its default
+    engine = {name: value for name, value in engine.items() if value is not None}  # vLLM, too, treats None as unset
     rollout = args.vllm_mode if args.use_vllm else "transformers"
     tensor_parallel = args.vllm_tensor_parallel_size if rollout == "colocate" else 1
     completions = args.per_device_train_batch_size * args.steps_per_generation * tensor_parallel
@@ -210,7 +210,7 @@ def workload_of(
 
 
 def _together(args: Any) -> int:
-    """Completions of one prompt guaranteed to share a backward pass, if `update/batches.py` deals a whole rollout."""
+    """Count a prompt's completions that surely share a backward pass when `update/batches.py` deals a rollout."""
     batch, count = args.per_device_train_batch_size, args.num_generations
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     dealt = steps == 1 or (accumulation % steps == 0 and batches.order_is_free(args))
@@ -222,11 +222,11 @@ def _together(args: Any) -> int:
 def workload_of_file(
     path: str | os.PathLike[str], prompt_length: int, processes: int = 1, instead: Mapping[str, Any] | None = None
 ) -> tuple[str | None, Workload]:
-    """(model, workload of one process) of a run's YAML file on `processes`; the file does not have the prompts' length.
-    `instead`: overrides of the file's values, as on the command line of a run.
+    """Read (model, workload of one process) from a run's YAML file, for `processes`; it lacks the prompts' length.
+    `instead`: values that replace the file's, as on the command line of a run.
 
     Raises:
-        `ValueError`: its batch cannot be divided among the processes.
+        `ValueError`: the batch cannot be divided among the processes.
     """
     from peft import LoraConfig
     from trl import ModelConfig, get_peft_config
@@ -236,7 +236,7 @@ def workload_of_file(
     from ..support.recipes import contents, parser_of
 
     class Config(QeRLConfig):
-        world_size = processes  # the launcher's, elsewhere
+        world_size = processes  # elsewhere set by the launcher
 
     values = contents(Path(path)) | dict(instead or {})
 
@@ -259,7 +259,7 @@ def workload_of_file(
 
 
 def run_lengths(trainer: Any) -> Lengths:
-    """The lengths of a trainer's run, with prompts tokenized as in a rollout, from training and evaluation data.
+    """Find the lengths of a trainer's run from its training and evaluation data, tokenized as in a rollout.
 
     Raises:
         `ValueError`: prompts leave no token for a completion, or without an engine less than `max_completion_length`.
@@ -297,10 +297,10 @@ def run_lengths(trainer: Any) -> Lengths:
 
 
 def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-    """Refuse to train on sequences too long for the model, of prompts not countable at start ([`run_lengths`]).
+    """Refuse to train on sequences too long for the model, if prompts could not be counted at start ([`run_lengths`]).
 
     Raises:
-        `ValueError`: names the longest.
+        `ValueError`: a sequence is too long; the message has the longest.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     pairs = zip(prompts, completions, strict=True)
@@ -313,14 +313,14 @@ def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Seq
 
 
 def prompt_lengths(trainer: Any) -> Iterator[int]:
-    """Tokens of each prompt of the training and evaluation data; empty if unknown before the run.
+    """Yield the tokens of each prompt of the training and evaluation data; nothing if unknown before the run.
 
     Raises:
         `ValueError`: a token above the vocabulary. On a GPU, an unspecific device assertion would end the process.
     """
     from datasets import Dataset
 
-    # RLOO has none of the three
+    # RLOO has none of these
     if any(map(vars(trainer).get, ("rollout_func", "environments", "environment_factories"))):
         return
     evaluation = trainer.eval_dataset
@@ -352,7 +352,7 @@ def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
 
 
 def optimizer_under_fsdp(name: str) -> str:
-    """The optimizer for parameters sharded by FSDP, given `TrainingArguments.optim`. bitsandbytes' kernels need whole
-    tensors ("got mixed torch.Tensor and DTensor" at the first step). torch's AdamW replaces its AdamW: same numbers,
-    not rounded to 8 bits, 8 bytes per trained parameter over all processes."""
+    """Return the optimizer under FSDP for `TrainingArguments.optim` = `name`. bitsandbytes' kernels need whole tensors
+    ("got mixed torch.Tensor and DTensor" at the first step), so torch's AdamW replaces its AdamW: same numbers, not
+    rounded to 8 bits, 8 bytes per trained parameter over all processes."""
     return "adamw_torch_fused" if name in _ADAMW_OF_BITSANDBYTES else name

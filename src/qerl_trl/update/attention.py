@@ -30,18 +30,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "qerl_varlen"
-#: whether this PyTorch's function has a flag for grouped heads; 2.11 takes them without one
+#: whether `varlen_attn` of this PyTorch needs a flag for grouped heads; 2.11 takes them without
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 #: largest head size of PyTorch's flash attention
 _LARGEST_HEAD = 256
 
 _in_packed_call: ContextVar[bool] = ContextVar("in_packed_call", default=False)
-#: tokens of the longest sequence to come, during a trial
+#: tokens of the longest sequence that will be packed, during a trial
 _in_trial: ContextVar[float | None] = ContextVar("in_trial", default=None)
 
 
 class CannotPack(Exception):
-    """Unsupported by attention over a packed row."""
+    """Raised for a model that attention over a packed row does not support."""
 
 
 class Segments(NamedTuple):
@@ -60,7 +60,7 @@ class Segments(NamedTuple):
 
 @contextmanager
 def packed_call() -> Iterator[None]:
-    """Models make no mask in this block: their call has [`Segments`]."""
+    """Context manager in which models make no mask, because their call has [`Segments`]."""
     token = _in_packed_call.set(True)
     try:
         yield
@@ -70,7 +70,7 @@ def packed_call() -> Iterator[None]:
 
 @contextmanager
 def trial(longest: int | None = None) -> Iterator[None]:
-    """In this block, masks with a window are [`_Window`], to detect layers with a window in their mask only.
+    """Context manager that makes window masks [`_Window`], to detect layers with a window in their mask only.
 
     Args:
         longest: tokens of the longest sequence to pack, the limit for windows; unknown by default.
@@ -83,7 +83,7 @@ def trial(longest: int | None = None) -> Iterator[None]:
 
 
 class _Window(torch.Tensor):
-    """Replaces a mask in a trial: the number of keys seen by a query."""
+    """Replacement of a mask in a trial: the number of keys that a query sees."""
 
 
 def register() -> None:
@@ -114,7 +114,7 @@ def attention(
     packed_keys: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention layer's scores and sum, in the form of transformers' `AttentionInterface`.
+    """Compute an attention layer, as a function of transformers' `AttentionInterface`.
 
     Args:
         query: (1, H, T, D), key and value (1, G, T, D), after rotation.
@@ -141,10 +141,10 @@ def attention(
 
 
 def _why_not(module: Any, mask: torch.Tensor | None, dropout: float, asked: dict[str, Any]) -> str | None:
-    """The layer's request that a packed row cannot meet."""
+    """Return why a packed row cannot serve this layer's call, or None."""
     if isinstance(mask, _Window):
         if asked.get("sliding_window") != int(mask):
-            return "its layers have their sliding window from the attention mask alone"
+            return "its layers take their sliding window from the attention mask alone"
     elif mask is not None:
         return "it makes attention masks of its own"
     if dropout:
@@ -159,7 +159,7 @@ def _why_not(module: Any, mask: torch.Tensor | None, dropout: float, asked: dict
 
 
 class _Gather(torch.autograd.Function):
-    """`rows[index]`; gradients of repeatedly read rows are added in float32."""
+    """Compute `rows[index]`; gradients of repeatedly read rows are added in float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def reference(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The definition: segment by segment, with a mask.
+    """Compute attention by its definition: segment by segment, with a mask.
 
     Args:
         q: (T, H, D). k, v: (K, G, D). cu_q, cu_k, max_q, max_k: see [`Segments`].
@@ -209,7 +209,7 @@ def reference(
 
 
 def fast_kernel_is_missing(device: torch.device) -> str | None:
-    """Why attention over a packed row would be slow or impossible on `device`; `None` if it is fast."""
+    """Return why attention over a packed row would be slow or impossible on `device`; `None` if it is fast."""
     if device.type != "cuda":
         return f"there is no fast kernel for it on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -219,7 +219,7 @@ def fast_kernel_is_missing(device: torch.device) -> str | None:
 
 
 def _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale=None, window=None) -> torch.Tensor:
-    """[`reference`] with `torch.nn.attention.varlen.varlen_attn`, in bfloat16 or float16.
+    """Compute [`reference`] with `torch.nn.attention.varlen.varlen_attn`, in bfloat16 or float16.
 
     Raises:
         [`CannotPack`]: head sizes or dtypes unsupported by this PyTorch's kernel.
@@ -230,7 +230,7 @@ def _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale=None, window=None) -> torch
         dtype = torch.get_autocast_dtype(q.device.type)
     fits = v.shape[-1] == size <= _LARGEST_HEAD and size % 8 == 0
     if not fits or dtype not in (torch.bfloat16, torch.float16):
-        raise CannotPack(f"flash attention takes no heads of {size} and {v.shape[-1]} numbers in {dtype}")
+        raise CannotPack(f"flash attention does not support head sizes {size} and {v.shape[-1]} in {dtype}")
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
     if _TAKES_GROUPS and q.shape[1] != k.shape[1]:
         options["enable_gqa"] = True

@@ -3,15 +3,15 @@
 **Dealing.** TRL shuffles a rollout and cuts it into micro-batches of equal numbers of completions. Their gradients are
 added, so their order within an optimizer step is free. [`deal`] groups completions of one prompt (then computed once,
 row.py) and balances the tokens of the micro-batches, as the largest sets the peak of memory. The largest comes first on
-every process, so processes wait little for each other. Optimizer steps stay TRL's shuffle. No random number is drawn.
+every process, so processes wait little for each other. Optimizer steps keep TRL's shuffle; no random number is drawn.
 
 **Joining.** Short passes are expensive: each decodes the weights, casts the adapter and launches every kernel. With
 [`TokenBudget`] the first micro-batch of a group computes the log-probabilities of all of them in one packed row, within
 the memory plan's tokens of one micro-batch. Each micro-batch has TRL's own loss, `training_step`, normaliser, metrics
 and gradient accumulation, on its lines of the joint log-probabilities, detached from the model. Its backward leaves a
-gradient there; the backward of the group's last micro-batch takes all of them through the model at once. Gradients are
-the same sums, in another order. DeepSpeed needs a backward per micro-batch, so it is excluded. With several processes
-the last micro-batch of an optimizer step, which exchanges gradients, stays alone; all processes form the same groups.
+gradient at these lines; the backward of the group's last micro-batch takes all gradients through the model at once.
+The sums are the same, in another order. DeepSpeed needs a backward per micro-batch, so it is excluded. With several
+processes an optimizer step's last micro-batch, which exchanges gradients, has its own pass; all form the same groups.
 
 **Longest pass.** torch's allocator reuses freed blocks only for requests of at most their size. Rows differ in length,
 so a longer row cannot use the blocks of shorter ones and allocates again: ragged completions of 7B reserved half as
@@ -27,9 +27,9 @@ import torch
 
 from . import row
 
-#: log-probabilities (B, L), entropies (B, L) or None, load balance
+#: log-probabilities (B, L), entropies (B, L) or None, load-balancing loss or None
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-#: from lines of `input_ids` and `attention_mask`, (B, W)
+#: computes a `Result` from lines of `input_ids` and `attention_mask`, (B, W)
 Compute = Callable[[torch.Tensor, torch.Tensor], Result]
 
 
@@ -38,7 +38,7 @@ def order_is_free(of: Any) -> bool:
     own token count (`"bnpo"`), entropy quantile, mean entropy, or load of experts.
 
     Args:
-        of: a trainer, or its settings. RLOO has only some of the fields; settings do not know of experts.
+        of: a trainer, or its settings. RLOO has only some of the fields; settings lack the use of experts.
     """
     said = vars(of)
     own_entropies = said.get("top_entropy_quantile", 1.0) < 1.0 or said.get("entropy_coef", 0.0) != 0.0
@@ -47,8 +47,8 @@ def order_is_free(of: Any) -> bool:
 
 
 def optimizer_steps(batches: list[dict[str, Any]], per_step: int) -> list[slice]:
-    """The micro-batches of each optimizer step of a rollout, `per_step` of them; [] to keep TRL's own: if steps and
-    rollouts do not align, or with pictures."""
+    """Return one slice of `per_step` micro-batches for each optimizer step of a rollout; [] to keep TRL's order: if
+    steps and rollouts do not align, or with pictures."""
     count = len(batches)
     another_rhythm = count % per_step and per_step % count
     if another_rhythm or any(key in batches[0] for key in ("pixel_values", "num_images")):
@@ -103,7 +103,7 @@ def assign(prompts: list[tuple[int, ...]], lengths: list[int], size: int) -> lis
 
     Returns:
         Lines of each micro-batch, the one with the most tokens to compute first. Greedy: the largest remaining group
-        goes to the least loaded micro-batch with room for all of it, or is cut if none has.
+        goes to the least loaded micro-batch with room for all of it; without any such room, the group is cut.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for line, prompt in enumerate(prompts):
@@ -143,7 +143,7 @@ def _parts(lines: list[int], lengths: list[int], size: int) -> list[list[int]]:
 
 
 class _Last(torch.autograd.Function):
-    """The lines of a group's last micro-batch; their gradient includes the gradients left by the earlier ones."""
+    """Return the lines of a group's last micro-batch; its backward adds the gradients of the earlier micro-batches."""
 
     @staticmethod
     def forward(ctx: Any, group: "_Group", *joint: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -174,7 +174,7 @@ class _Group:
 
 
 class TokenBudget:
-    """The groups of micro-batches with a shared pass, and their joint log-probabilities."""
+    """Forms groups of micro-batches that share a pass, and computes their joint log-probabilities."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -188,7 +188,7 @@ class TokenBudget:
         Args:
             batches: its micro-batches, as TRL buffers them.
             share: compute equal prompts of a row once.
-            free: the order within an optimizer step may change. A single process then groups micro-batches by prompt.
+            free: the order within an optimizer step may change; a single process then groups micro-batches by prompt.
 
         Returns:
             The micro-batches, perhaps in another order within each optimizer step.
@@ -227,7 +227,7 @@ class TokenBudget:
         return batches
 
     def _limits(self) -> tuple[int, int] | None:
-        """Tokens and keys of one pass, by the memory plan's count for one micro-batch; `None` to share none."""
+        """Return the most tokens and keys of one pass, planned for one micro-batch; `None` to share no pass."""
         trainer, plan = self._trainer, self._trainer.memory_plan
         if plan is None or trainer.is_deepspeed_enabled:
             return None
@@ -235,7 +235,7 @@ class TokenBudget:
         return work.tokens, work.keys
 
     def logps(self, compute: Compute, input_ids: torch.Tensor, width: int) -> Result | None:
-        """Log-probabilities of this step's micro-batch from its group's pass; `None` if it has its own pass.
+        """Return the log-probabilities of this step's micro-batch from its group's pass; `None` without a group.
 
         Args:
             input_ids: (B, W) of this micro-batch. width: columns of its completions.
@@ -265,7 +265,7 @@ class TokenBudget:
         return logps, entropies, None
 
     def _is_short_step(self) -> bool:
-        """Whether this optimizer step, an epoch's last, has fewer micro-batches and could end within a group."""
+        """Whether this optimizer step has fewer micro-batches (the last of an epoch) and could end within a group."""
         return self._trainer.current_gradient_accumulation_steps != self._trainer.args.gradient_accumulation_steps
 
     def _begin(self, compute: Compute, first: int, last: int, input_ids: torch.Tensor, width: int) -> bool:
@@ -290,7 +290,7 @@ class TokenBudget:
         return logps, entropies, None
 
     def stepped(self) -> None:
-        """Call after each `training_step`.
+        """Check the open group; call after each `training_step`.
 
         Raises:
             `RuntimeError`: an optimizer step would miss the gradients of a group.
@@ -302,8 +302,8 @@ class TokenBudget:
             self._open = None
         elif group.line == len(group.ids) or self._trainer.accelerator.sync_gradients:
             raise RuntimeError(
-                f"Micro-batches {group.first} to {group.last} are computed in one pass, and their losses are not of "
-                "its log-probabilities. With such a loss set padding_free=False."
+                f"Micro-batches {group.first} to {group.last} are computed in one pass, and a loss did not use its "
+                "log-probabilities, so gradients would be lost. With such a loss set padding_free=False."
             )
 
 
@@ -316,7 +316,7 @@ def _sequences(batch: dict[str, Any]) -> list[row.Sequence]:
 
 
 def _by_prompt(sequences: list[list[row.Sequence]], start: int, end: int) -> list[int]:
-    """Micro-batches `start` to `end`, grouped by their first prompt, otherwise in their order."""
+    """Return the indices `start` to `end` of micro-batches, grouped by first prompt, otherwise in order."""
     places: dict[bytes, int] = {}
     for index in range(start, end):
         places.setdefault(sequences[index][0].key, index)
@@ -324,7 +324,7 @@ def _by_prompt(sequences: list[list[row.Sequence]], start: int, end: int) -> lis
 
 
 def _size(sequences: list[row.Sequence], share: bool) -> tuple[int, int]:
-    """Tokens to compute, and keys to attend to, of one row of these sequences."""
+    """Count the tokens to compute, and the keys to attend to, in one row of these sequences."""
     seen: set[bytes] = set()
     tokens = keys = 0
     for sequence in sequences:
@@ -336,12 +336,12 @@ def _size(sequences: list[row.Sequence], share: bool) -> tuple[int, int]:
 
 @dataclass
 class LongestPass:
-    """The most tokens in one forward and backward pass so far."""
+    """Keeps the most tokens in one forward and backward pass so far, and empties the cache before a longer one."""
 
     tokens: int = 0
 
     def begin(self, tokens: int, device: torch.device) -> None:
-        """Call before a forward pass of `tokens`; one without gradients is ignored."""
+        """Note a forward pass of `tokens`; call before it. A pass without gradients is ignored."""
         if not torch.is_grad_enabled() or tokens <= self.tokens:
             return
         self.tokens = tokens

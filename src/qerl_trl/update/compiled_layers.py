@@ -14,7 +14,7 @@ all layers are alike: one compilation serves all, and hidden-state hooks and FSD
   saved tensors, so both give the same bits, as in eager mode, at half the compilation.
 - **Gated delta nets** stay eager next to compiled attention layers: transformers' code for them loops over the chunks
   of a sequence, minutes of compilation per length, and flash-linear-attention's kernels are opaque to the compiler.
-- **Noise** (`noise/hooks.py`) is added to the norms' weights around the compiled function, as other values of inputs.
+- **Noise** (`noise/hooks.py`) is added to the norms' weights around the compiled function, which gets them as inputs.
 - **Reproducible.** No kernel is chosen by timing (`layer_function.py`), and the shapes in `warm_up` depend on the
   settings alone, so a resumed run gives the same bits as an uninterrupted one.
 
@@ -60,7 +60,7 @@ class CompiledLayers:
 
     Args:
         layers: decoder layers, in forward order.
-        left: indices of layers without compilation.
+        left: indices of layers that stay eager.
         norm: the norm after them, or None.
         backend: of torch.compile.
         deterministic: False lets inductor choose kernels by timing them.
@@ -75,8 +75,8 @@ class CompiledLayers:
         left: Container[int] = (),
     ) -> None:
         self.layers, self.norm = layers, norm
-        self.rehearsing: str | None = None  # in `warm_up`: "clean" or "noisy"
-        # of the latest layer: the final norm has no argument to tell generation from an update
+        self.rehearsing: str | None = None  # "clean" or "noisy" in `warm_up`
+        # whether the latest layer did: the final norm has no argument that distinguishes generation from an update
         self.ran_compiled = False
         functions: dict[Callable, LayerFunction] = {}
         self.forwards: list[_Forward] = []
@@ -113,7 +113,7 @@ class CompiledLayers:
 
     @contextmanager
     def rehearsal(self, noisy: bool) -> Iterator[None]:
-        """Inside, each layer also computes its gradients, and drops them."""
+        """Context manager in which each layer also computes its gradients, and drops them."""
         self.rehearsing = "noisy" if noisy else "clean"
         try:
             yield
@@ -122,18 +122,18 @@ class CompiledLayers:
 
 
 def _without_checkpoint(forward: Callable) -> Callable:
-    """A layer class's forward without newer transformers' checkpoint around it, which must not be compiled."""
+    """Return a layer class's forward without the checkpoint of newer transformers, which must not be compiled."""
     checkpoint_of = GradientCheckpointingLayer.__module__
     return inspect.unwrap(forward, stop=lambda each: each.__globals__["__name__"] != checkpoint_of)
 
 
 class _Forward:
-    """Wraps a module's forward and dispatches. Copies and pickles get the module's own forward."""
+    """Runs a module's compiled function or its own forward. Copies and pickles get the module's own forward."""
 
     def __init__(self, owner: CompiledLayers, module: nn.Module, function: LayerFunction, left: bool) -> None:
         self.owner, self.module, self.function, self.left = owner, module, function, left
         self.own = type(module).forward
-        self.checkpoints = self.own is not function.eager  # by itself, with transformers' switch on
+        self.checkpoints = self.own is not function.eager  # itself, if transformers' switch is on
         self.is_norm = module is owner.norm
         self.recomputes = False
         self.parts = [part for part in module.modules() if not any(part.children())]
@@ -184,7 +184,7 @@ class _Forward:
     def _compiles(self, kwargs: Mapping[str, Any]) -> bool:
         if self.left or self.function.failed or not self.module.training or torch.is_inference_mode_enabled():
             return False
-        if torch.compiler.is_compiling():  # of the whole model, by the user
+        if torch.compiler.is_compiling():  # the user compiles the whole model
             return False
         if self.is_norm:
             return self.owner.ran_compiled
@@ -213,7 +213,7 @@ def _bound(function: Callable, module: nn.Module) -> MethodType:
 
 
 def _said(error: Exception) -> str:
-    """The type of an error and its first words: the compiler's messages have pages."""
+    """Return the type of an error and its first words: the compiler's messages have pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
 
@@ -240,12 +240,12 @@ def _mark_dynamic(arguments: Any) -> None:
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why the layers of a causal language model, bare or in PEFT, cannot be compiled one by one; None if they can."""
+    """Return why the layers of a causal language model, bare or in PEFT, cannot be compiled one by one, or None."""
     layers = decoder_layers(model)
     if not layers:
         return f"{type(decoder_of(model)).__name__} has no list of layers of the kind that transformers checkpoints"
     taken = [type(layer).__name__ for layer in layers if "forward" in vars(layer)]
-    return f"the forward of {taken[0]} was replaced already (a model over several devices?)" if taken else None
+    return f"the forward of {taken[0]} is replaced already (is the model on several devices?)" if taken else None
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: bool = True) -> CompiledLayers:
@@ -257,7 +257,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: b
 
 
 def reason_against(trainer: OnlineTrainer) -> str | None:
-    """Why this run's layers are not compiled; None if they are. `compile_layers=True` compiles on any device."""
+    """Return why this run's layers are not compiled, or None. `compile_layers=True` compiles on any device."""
     if trainer.args.torch_compile:
         return "torch_compile=True compiles the whole model"
     plugin = trainer.accelerator.state.deepspeed_plugin
@@ -265,7 +265,7 @@ def reason_against(trainer: OnlineTrainer) -> str | None:
         return "DeepSpeed ZeRO-3 gathers weights inside of layers"
     device = trainer.args.device.type
     if device != "cuda" and not trainer.args.compile_layers:
-        return f"it pays on a CUDA device, this is {device}"
+        return f"compiling pays off on a CUDA device only, and this is {device}"
     return why_not(trainer.accelerator.unwrap_model(trainer.model))
 
 
@@ -278,15 +278,15 @@ def warm_up(
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     packed: Packing | None = None,
 ) -> None:
-    """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, one padded.
+    """Compile now: run each layer's forward and backward on `batch` sequences of up to `length` tokens, one padded.
 
     Gradients, random states and training flags are unchanged. If each length needs a new graph, the layers fall back to
     eager mode. One process compiles at a time; the others find its code in inductor's cache.
 
     Args:
         noisy: also compile for noise on the norms in training.
-        autocast: as in training.
-        packed: if on, the sequences come as one row, as in training.
+        autocast: makes the autocast context of training.
+        packed: the run's packing; if it is on, the sequences come as one row.
     """
     base = base_of(model)
     device = next(base.get_input_embeddings().parameters()).device
@@ -294,7 +294,7 @@ def warm_up(
     flags = {module: module.training for module in model.modules()}
     in_rows = packed is not None and packed.on
     inputs = packed.examples(batch, length) if packed is not None and in_rows else _padded(batch, length, device)
-    # inductor's cache is per device index: only processes with the same one wait for each other
+    # inductor's cache is per device index: only processes with the same index wait for each other
     same = f"{base.config.to_json_string()} {device} {batch} {length} {noisy} {in_rows}"
     turn = _taking_turns(same, f"the layers of {type(base).__name__} for updates on {device}")
     try:
@@ -307,14 +307,14 @@ def warm_up(
                         decoder_of(model)(**given, use_cache=False)
                     graphs.append(counters["stats"]["unique_graphs"])
                 if graphs[-1] - graphs[-3] >= 2:
-                    compiled.give_up("each length of the sequences is compiled anew")
+                    compiled.give_up("each sequence length needs its own compilation")
     finally:
         for module, flag in flags.items():
             module.training = flag
 
 
 def _taking_turns(same: str, what: str) -> AbstractContextManager:
-    """One process at a time, among those with the same compilation; all at once if our kernels cannot be imported."""
+    """Let processes with the same compilation compile one by one; all at once if our kernels cannot be imported."""
     try:
         from qerl_nvfp4.turns import one_process_at_a_time
     except ImportError:  # reported by nvfp4/linear.py
@@ -324,7 +324,7 @@ def _taking_turns(same: str, what: str) -> AbstractContextManager:
 
 
 def _padded(batch: int, length: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Inputs of a decoder. A mask size not divisible by 16 may need another graph; the last two lengths need none."""
+    """Make inputs of a decoder for each graph: a mask size not divisible by 16 may need one of its own."""
     made, half = [], max(32, length // 32 * 16)
     for tokens in (max(32, length // 16 * 16), max(32, length // 16 * 16) - 8, half, half - 8):
         ids = torch.ones(batch, tokens, dtype=torch.long, device=device)
@@ -335,7 +335,7 @@ def _padded(batch: int, length: int, device: torch.device) -> list[dict[str, tor
 
 
 class WarmUp(TrainerCallback):
-    """Compiles at the start of training, and prints one line."""
+    """Callback that compiles the layers when training starts, and prints one line."""
 
     def __init__(self, trainer: OnlineTrainer, compiled: CompiledLayers) -> None:
         self._trainer, self._compiled, self._done = trainer, compiled, False
@@ -352,14 +352,14 @@ class WarmUp(TrainerCallback):
             try:
                 packing = vars(trainer).get("_packing")
                 warm_up(compiled, model, args.per_device_train_batch_size, length, noisy, autocast, packing)
-            except RuntimeError as error:  # of a kernel, or out of memory
+            except RuntimeError as error:  # from a kernel, or out of memory
                 compiled.give_up(_said(error))
             if args.device.type == "cuda":
-                torch.cuda.empty_cache()  # blocks of these lengths are of little use to other lengths
+                torch.cuda.empty_cache()  # other lengths can hardly reuse these blocks
             took = f"{time.perf_counter() - started:.1f} s"
         if not compiled.failed and state.is_world_process_zero:
             name, left = type(compiled.layers[0]).__name__, sum(forward.left for forward in compiled.forwards)
-            name += f" ({left} gated delta nets stay as they are)" if left else ""
+            name += f" ({left} gated delta nets stay uncompiled)" if left else ""
             print(
                 f"torch.compile of {len(compiled.layers) - left} {name} for updates of any length: {took}", flush=True
             )
@@ -376,8 +376,8 @@ def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
         return None
     if (reason := reason_against(trainer)) is not None:
         if wanted:
-            raise ValueError(f"compile_layers=True cannot work: {reason}. Leave it out.")
-        logger.info("The layers are not compiled, so an update takes longer: %s.", reason)
+            raise ValueError(f"compile_layers=True cannot work here: {reason}. Leave compile_layers out.")
+        logger.info("The layers run without torch.compile, so training steps take longer: %s.", reason)
         return None
     compiled = compile_layers(trainer.accelerator.unwrap_model(trainer.model))
     trainer.add_callback(WarmUp(trainer, compiled))

@@ -45,11 +45,11 @@ class Weights(NamedTuple):
 def decoded(
     weights: Weights, dtype: torch.dtype, right: Sequence[torch.Tensor] = (), below: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The packed matrices of a group, decoded below each other: (N, K) in `dtype`, plus optional rows and columns.
+    """Decode the packed matrices of a group, stacked by rows: (N, K) in `dtype`, plus optional rows and columns.
 
     Args:
-        right: one (N_i, r_i) per matrix: block-diagonal in R more columns.
-        below: (R, K), as more rows.
+        right: one (N_i, r_i) per matrix, appended block-diagonally as R more columns.
+        below: (R, K), appended as more rows.
     """
     rows = [packed.shape[0] for packed in weights.packed]
     ranks = [b.shape[1] for b in right]
@@ -107,7 +107,7 @@ def _traced(
 def _cast(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], scalings: Sequence[float], dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A's (R, K) below each other, and each s B (N_i, r_i); both rounded once to `dtype`."""
+    """Return all A stacked (R, K), and each s B (N_i, r_i); both rounded once to `dtype`."""
     scaled = [(p * s if s != 1 else p).to(dtype) for p, s in zip(b, scalings, strict=True)]
     return _joined([p.to(dtype) for p in a], 0), scaled
 
@@ -117,7 +117,7 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _ranks(b: Sequence[torch.Tensor]) -> list[slice]:
-    """Each layer's columns of t and u."""
+    """Return each layer's columns of t and u."""
     edges = [0]
     for p in b:
         edges.append(edges[-1] + p.shape[1])
@@ -125,9 +125,9 @@ def _ranks(b: Sequence[torch.Tensor]) -> list[slice]:
 
 
 def _forward(x, a, b, bias, weights: Weights) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(y_i), and the saved tensors: x and t, or both in one tensor with t as a view. `a` and `b` are cast.
+    """Return all y_i, and the saved tensors: x and t, or both in one tensor with t as a view. `a` and `b` are cast.
 
-    The y_i are separate tensors and no views, because models change theirs in place.
+    Each y_i is a tensor of its own and no view, because models change it in place.
     """
     (M, K), columns = x.shape, _ranks(b)
     joined = bool(weights.packed) and sum(p.shape[0] for p in b) >= 2 * K
@@ -150,7 +150,7 @@ def _forward(x, a, b, bias, weights: Weights) -> tuple[list[torch.Tensor], torch
 
 
 def _backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
-    """dx, from the gradients of the y_i and u."""
+    """Compute dx from u and the gradients of all y_i."""
     widths, K = [dy.shape[1] for dy in dys], a.shape[1]
     if not weights.packed:
         matrices: Sequence[torch.Tensor] = [w.to(u.dtype) for w in weights.dense]
@@ -164,7 +164,7 @@ def _backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
     return dx.addmm_(u, a)
 
 
-# Under torch.compile these two replace them: out of place, so sums fuse with their consumers.
+# Under torch.compile the next two replace these: out of place, so sums fuse with their consumers.
 
 
 def _traced_forward(x, a, b, bias, weights: Weights) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ _CHANGING = "L['kwargs']['max_length_q'],L['kwargs']['max_length_k']"
 
 
 class _DrawsRandomNumbers(Exception):
-    """A layer to recompute depends on more than its input."""
+    """Raised for a layer that must not be recomputed inside: it draws random numbers."""
 
 
 FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit, _DrawsRandomNumbers)
@@ -49,7 +49,7 @@ class LayerFunction:
         # kernels chosen by timing differ from run to run, and so the order of a sum
         options: dict[str, Any] | None = {"deterministic": True} if deterministic and backend == "inductor" else None
 
-        def recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:  # graphs belong to a function's code
+        def recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:  # own code, own graphs
             return forward(layer, *args, **kwargs)
 
         self._keeping, self._recomputing = (
@@ -70,7 +70,7 @@ class LayerFunction:
                 return self._keeping(layer, *args, **kwargs)
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=0.0))
             before = _random_states(args, kwargs)
-            for _ in range(2):  # the first draw may be the compiler's
+            for _ in range(2):  # the compiler may draw once
                 output = self._recomputing(layer, *args, **kwargs)
                 if all(torch.equal(get(), state) for get, _, state in before):
                     return output
@@ -85,13 +85,13 @@ class LayerFunction:
         else:
             self.failed, what = True, "runs in eager mode"
         logger.warning(
-            f"{type(layer).__name__} {what} from here on, so an update takes longer: it does not compile ({reason}). "
-            "compile_layers=False says that this is wanted."
+            f"{type(layer).__name__} {what} from here on, so training steps take longer: it does not compile "
+            f"({reason}). Set compile_layers=False to accept this without a warning."
         )
 
 
 def _random_states(args: Any, kwargs: Any) -> list[tuple[Callable, Callable, torch.Tensor]]:
-    """Of the CPU's generator and the device's: (get, set, state)."""
+    """Return (get, set, state) of the random generators of the CPU and the device."""
     device = tensors([args, kwargs])[0].device
     found: list[tuple[Callable, Callable]] = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type != "cpu":

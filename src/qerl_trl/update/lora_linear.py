@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def why_not(layer: LoraLayer) -> str:
-    """Why a layer's own forward has to run for any input, as words for a message; "" if it need not."""
+    """Return why a layer must run its own forward for any input, as words for a message; "" if it need not."""
     if type(layer) not in _FUSED and not isinstance(layer, _Fused):
         return f"layers of the class {type(layer).__module__}.{type(layer).__name__}"
     base, active = layer.base_layer, layer.active_adapters
@@ -53,7 +53,7 @@ def fuses_all(model: nn.Module) -> bool:
 
 
 def _adapter(layer: LoraLayer) -> str | None:
-    """The name of the layer's only active plain adapter; None: its own forward must run."""
+    """Return the name of the layer's only active plain adapter; None: its own forward must run."""
     if layer._disable_adapters or layer.merged_adapters or not layer.cast_input_dtype_enabled or why_not(layer):
         return None
     name = layer.active_adapters[0]
@@ -66,7 +66,7 @@ def _adapter(layer: LoraLayer) -> str | None:
 
 
 class _Call(NamedTuple):
-    """A layer's state besides its input's values; equal ones give equal outputs."""
+    """All that a layer's output depends on, except the values of its input."""
 
     adapter: str
     scaling: float
@@ -77,7 +77,7 @@ class _Call(NamedTuple):
 
 
 def _call(layer: Any, x: torch.Tensor) -> _Call | None:
-    """How to compute `layer(x)`; None: by its own forward."""
+    """Return how to compute `layer(x)`; None: by its own forward."""
     name = _adapter(layer)
     if name is None:
         return None
@@ -104,7 +104,7 @@ def _call(layer: Any, x: torch.Tensor) -> _Call | None:
 
 
 def _compute(layers: Sequence[Any], calls: Sequence[_Call], x: torch.Tensor) -> list[torch.Tensor]:
-    """The outputs (..., N_i) of layers of one group."""
+    """Compute the outputs (..., N_i) of all layers of a group: of each layer i, for the same input x."""
     bases = [layer.base_layer for layer in layers]
     a = [layer.lora_A[call.adapter].weight for layer, call in zip(layers, calls, strict=True)]
     b = [layer.lora_B[call.adapter].weight for layer, call in zip(layers, calls, strict=True)]
@@ -138,7 +138,7 @@ class FusedGroup:
         self.drop()
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """(..., K) -> (..., N) of one member, or None if its own forward must run."""
+        """Return a member's output (..., N) for x (..., K), or None if its own forward must run."""
         own = _call(self.members[index], x)
         if own is None:
             return None
@@ -162,7 +162,7 @@ class FusedGroup:
 
 
 class _Fused:
-    """Mixin for a PEFT layer's class: its forward, as one of a group if possible."""
+    """Mixin for a PEFT layer's class: computes its forward within a group if possible."""
 
     fused_group: FusedGroup
     fused_index: int
@@ -177,11 +177,11 @@ class _Fused:
 
 
 class FusedLoraLinear(_Fused, LoraLinear):
-    """`lora.Linear` on a dense base."""
+    """`lora.Linear` on a dense base, computed in a group."""
 
 
 class FusedNVFP4LoraLinear(_Fused, NVFP4LoraLinear):
-    """`NVFP4LoraLinear`, on a packed base."""
+    """`NVFP4LoraLinear` on a packed base, computed in a group."""
 
 
 _FUSED: dict[type, type] = {LoraLinear: FusedLoraLinear, NVFP4LoraLinear: FusedNVFP4LoraLinear}
@@ -232,11 +232,11 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _groups_in(parent: nn.Module) -> list[tuple[str, ...]]:
-    """The names of `parent`'s children, those together that read the same input."""
+    """Return the names of `parent`'s children in groups that read the same input."""
     children: dict[str, Any] = dict(parent.named_children())
     alone = [name for name, child in children.items() if isinstance(child, LoraLayer)]
     groups: list[tuple[str, ...]] = []
-    if not getattr(parent, "is_kv_shared_layer", False):  # there k and v are another layer's
+    if not getattr(parent, "is_kv_shared_layer", False):  # k and v come from another layer
         for group in DECODER.groups:
             found = [name for name in group if name in alone]
             if len(found) > 1 and len({children[name].in_features for name in found}) == 1:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: TRL's log of a rollout's ratios, and the reduction over processes
+#: TRL's metrics of a rollout's ratios -> reduction over processes
 _LOGGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sampling/sampling_logp_difference/mean": torch.mean,
     "sampling/sampling_logp_difference/max": torch.max,
@@ -41,7 +41,7 @@ class Correction(NamedTuple):
 def importance_ratio(
     trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> torch.Tensor:
-    """pi_old / mu as in TRL's loss, (B, T), or per sequence (B, 1), clipped or zeroed beyond the bounds.
+    """Compute pi_old / mu as in TRL's loss, (B, T), or per sequence (B, 1), clipped or zeroed beyond the bounds.
 
     Args:
         trained, sampled: log-probabilities (B, T) of the sampled tokens under pi_old and mu; NaN: no difference.
@@ -58,7 +58,7 @@ def importance_ratio(
 
 
 class OnePass:
-    """The old log-probabilities of a trainer's update: TRL's own, or the update's own if equal. Not in evaluation."""
+    """Provides a trainer's old log-probabilities: from TRL, or if equal from the update. Not in evaluation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -80,7 +80,7 @@ class OnePass:
 
     @property
     def _corrects(self) -> bool:
-        return hasattr(self._trainer, "vllm_importance_sampling_correction")  # GRPO; RLOO does not
+        return hasattr(self._trainer, "vllm_importance_sampling_correction")  # GRPO does, RLOO does not
 
     def generated(self) -> None:
         """Call at the end of `_generate`: the next requested log-probabilities are the old ones, if any."""
@@ -91,7 +91,7 @@ class OnePass:
     def logps(
         self, compute: Callable[..., tuple], model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple:
-        """Replaces TRL's `_get_per_token_logps_and_entropies` (`compute`)."""
+        """Replace TRL's `_get_per_token_logps_and_entropies` (`compute`)."""
         if self._skip and self.scoring:
             self._skip = False
             tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
@@ -112,9 +112,9 @@ class OnePass:
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
             return
         del rollout[_OLD]
-        rollout[_RATIO].fill_(math.nan)  # if it is never replaced, the loss is NaN, and the run ends
+        rollout[_RATIO].fill_(math.nan)  # unless replaced, the loss is NaN and the run ends
         metrics = trainer._metrics["train"]
-        for name in _LOGGED:  # of the NaNs
+        for name in _LOGGED:  # computed from NaN
             metrics[name].pop()
             if not metrics[name]:
                 del metrics[name]
@@ -131,7 +131,7 @@ class OnePass:
         unknown = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
         if filled := trainer.model.training and self.holds and unknown:
             self._batch = inputs = dict(inputs)
-        trainer.use_vllm = used or _RATIO in inputs  # TRL asks it whether to correct
+        trainer.use_vllm = used or _RATIO in inputs  # TRL then corrects
         try:
             yield inputs
         finally:
@@ -164,7 +164,7 @@ class OnePass:
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
 
     def _logged(self, rollout: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(P, 5): the values of `_LOGGED` on each process, 0 without sampled tokens."""
+        """Return (P, 5): the values of `_LOGGED` on each process, 0 without sampled tokens."""
         ratio, mask = rollout[_RATIO], rollout["completion_mask"].bool()
         if "tool_mask" in rollout:
             mask = mask & rollout["tool_mask"].bool()

@@ -33,7 +33,7 @@ _PROMPT_TOKENS, _TRIED = 14, ((0, 11), (1, 7), (0, 5))
 
 
 class Packing:
-    """Packing of one trainer's models: on or off, and the reason."""
+    """Packs the batches of one trainer's models, if supported."""
 
     def __init__(self, trainer: OnlineTrainer):
         self.trainer = trainer
@@ -45,7 +45,7 @@ class Packing:
         self._models: list[PreTrainedModel] = []
 
     def prepare(self) -> None:
-        """Switch the models over, and try them if possible already.
+        """Switch the models to packed attention, and try them now if possible.
 
         Raises:
             `ValueError`: unsupported `padding_free=True`.
@@ -67,14 +67,14 @@ class Packing:
             self.check(trainer.model)
 
     def reason_against(self) -> str | None:
-        """Why batches are not packed, by the attributes of the trainer's models; `None` to try them."""
+        """Return why batches cannot be packed, by attributes of the trainer's models; `None`: packing can be tried."""
         trainer = self.trainer
         device, model = trainer.accelerator.device, trainer.accelerator.unwrap_model(trainer.model)
         slow = attention.fast_kernel_is_missing(device)
         if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
             return slow
         if trainer.args.neftune_noise_alpha:
-            return "neftune_noise_alpha draws noise by the length of a row, which would be that of all sequences"
+            return "neftune_noise_alpha scales noise by a row's length, which would be that of all sequences together"
         if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
             return "the adapter puts virtual tokens before each sequence"
         return next(filter(None, map(self._why_not, self._all_models())), None)
@@ -90,8 +90,8 @@ class Packing:
         if limit is not None and (longest is None or longest > limit):
             length = "more" if longest is None else f"up to {longest}"
             return (
-                f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, "
-                f"and those of this run may have {length} (rope_type 'longrope' or 'dynamic')"
+                f"a sequence of more than {limit} tokens would change the rotary embedding of all others in its row, "
+                f"and sequences of this run may have {length} (rope_type 'longrope' or 'dynamic')"
             )
         return why_not(model)
 
@@ -100,7 +100,7 @@ class Packing:
         return [self.inner(model) for model in found if model is not None]
 
     def inner(self, model: nn.Module) -> PreTrainedModel:
-        """The transformers model, without wrappers."""
+        """Return the transformers model without wrappers."""
         found = self.trainer.accelerator.unwrap_model(model)
         return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
 
@@ -112,7 +112,7 @@ class Packing:
         if self.trainer.args.padding_free:
             raise ValueError(f"padding_free=True cannot work here: {reason}. Leave it out: TRL then pads the batches.")
         if self.trainer.accelerator.device.type != "cpu":
-            logger.warning("Updates compute padding as TRL does (padding_free is off): %s.", reason)
+            logger.warning("padding_free is off, so updates compute padding as in TRL, which is slower: %s.", reason)
 
     @torch.no_grad()
     def check(self, model: nn.Module) -> None:
@@ -160,13 +160,13 @@ class Packing:
                     "rounding): its layers see more than their own sequence, or count positions in another way"
                 )
             elif not leak <= rounding:
-                reason = f"one sequence of a packed row moves another one's log-probabilities by {leak:.2g} nats"
+                reason = f"a sequence changes log-probabilities of others in a packed row by {leak:.2g} nats"
         refused = trainer.accelerator.gather(torch.tensor([reason is not None], device=trainer.accelerator.device))
         if bool(refused.any()):
             self._leave(reason or "another process cannot pack")
 
     def _trial(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """A padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
+        """Make a padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
         vocabulary = self._models[0].config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(vocabulary, (2, _PROMPT_TOKENS), generator=generator)
@@ -181,7 +181,7 @@ class Packing:
         return ids.to(device), mask.to(device), width
 
     def examples(self, count: int, length: int) -> list[dict[str, Any]]:
-        """Inputs of a decoder (no labels): rows of `count` sequences of up to `length` tokens, as in training."""
+        """Make inputs of a decoder (no labels): rows of `count` sequences of up to `length` tokens, as in training."""
         device, made = self.trainer.accelerator.device, []
         for tokens in (length, length - row.MULTIPLE, length - 3 * row.MULTIPLE):
             ids = torch.ones(count, max(tokens, row.MULTIPLE), dtype=torch.long)
@@ -201,7 +201,7 @@ class Packing:
         compute_aux_loss: bool = False,
         **pictures: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
-        """In the form of TRL's `_get_per_token_logps_and_entropies`; `None` if TRL has to compute it."""
+        """Compute TRL's `_get_per_token_logps_and_entropies` on packed rows; `None` if TRL has to compute it."""
         if not self.on or any(value is not None for value in pictures.values()):
             return None
         if self._untried:
@@ -270,7 +270,7 @@ class Packing:
     def logps(
         self, padded: Callable[..., tuple], model: nn.Module, input_ids: torch.Tensor, *args: Any, **kw: Any
     ) -> Any:
-        """Without padding if possible, else TRL's own (`padded`)."""
+        """Compute without padding if possible, else with TRL's method (`padded`)."""
         found = self(model, input_ids, *args, **kw)
         if found is None:
             self.longest.begin(input_ids.numel(), input_ids.device)
@@ -278,7 +278,7 @@ class Packing:
         return found
 
     def dealt(self, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of a rollout, in their order and groups of computation."""
+        """Order a rollout's micro-batches for the update, and group them into passes."""
         free = batches.order_is_free(self.trainer)
         if free:
             made = batches.deal(made, self.trainer.args.gradient_accumulation_steps)
@@ -291,7 +291,7 @@ def _drops(model: nn.Module, in_training: bool = False) -> bool:
 
 
 def alike_up_to(model: PreTrainedModel) -> int | None:
-    """Sequence length up to which a token's rotary embedding is independent of the batch's longest; `None`: any."""
+    """Return the length up to which rotary embeddings do not depend on a batch's longest sequence; `None`: any."""
     text = model.config.get_text_config()
     found = text.to_dict().get("rope_parameters") or {}
     of_layers = [found] if "rope_type" in found else [rope for rope in found.values() if isinstance(rope, dict)]
@@ -301,10 +301,10 @@ def alike_up_to(model: PreTrainedModel) -> int | None:
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Why a model cannot be packed, by its attributes; `None` if it may be tried."""
+    """Return why a model cannot be packed, by its attributes; `None` if packing can be tried."""
     name, text = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or not model._supports_flash_attn:
-        return f"{name} has attention of its own, which needs a mask"
+        return f"{name} has its own attention code, which needs a mask"
     if model._is_stateful:
         return f"{name} carries a state from token to token"
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -313,7 +313,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     # names of an attention layer's dropout rate as a number; other dropout is a module
     names = ("attention_dropout", "attn_dropout", "dropout")
     said = text.to_dict()
-    found = [said.get("attention_dropout")]  # a layer may read it there
+    found = [said.get("attention_dropout")]  # layers may read it
     for module in model.modules():
         attends = "attention" in type(module).__name__.lower()
         found += map(vars(module).get, names if attends else names[:1])
@@ -326,7 +326,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """For the text part of `model` only: a tower of pictures keeps its own."""
+    """Set the attention of `model`'s text part; a tower for pictures keeps its own."""
     text = model.config.get_text_config()
     if text is model.config:
         model.set_attn_implementation(name)

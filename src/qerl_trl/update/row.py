@@ -8,9 +8,9 @@
     labels    - - a a a a a | b b b         the next token; `-`: not requested
 
 Equal prompts are computed once: the first completion (the longest) has the whole prompt, each further one only the
-prompt's last token, to predict its first token. The keys of the prompt's other tokens are the first one's, and so is
-the entropy after the prompt: equal sequences have equal entropies to the bit (`top_entropy_quantile` relies on it). The
-last token of a completion predicts nothing and is left out, as are sequences without labels. A segment of zeros pads
+prompt's last token, to predict its first token. It shares the keys of the prompt's other tokens, and the entropy after
+the prompt: equal sequences have equal entropies to the bit (`top_entropy_quantile` relies on that). The last token of
+a completion predicts nothing and is left out, as are sequences without labels. A segment of zeros pads
 the row, and its keys, to a multiple of [`MULTIPLE`].
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from .attention import Segments
 
-#: tokens of a row
+#: a row's tokens are padded to a multiple of this
 MULTIPLE = 64
 _IGNORED = -100
 
@@ -39,25 +39,26 @@ class Sequence:
 
     @property
     def tokens(self) -> int:
-        """Tokens to compute with its own prompt."""
+        """Tokens to compute if it computes its prompt."""
         return len(self.prompt) + max(len(self.completion) - 1, 0)
 
     @property
     def further(self) -> int:
-        """Tokens to compute with a shared prompt."""
+        """Tokens to compute if it shares a prompt."""
         return max(len(self.completion), 1)
 
 
 def padded(tokens: int) -> int:
-    """Tokens of a row including its final segment, of at least one."""
+    """Return a row's tokens including its final segment of zeros, at least one token long."""
     return (tokens // MULTIPLE + 1) * MULTIPLE
 
 
 def sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> list[Sequence]:
-    """The lines of a batch, read on the host.
+    """Read the lines of a batch, on the host.
 
     Args:
-        input_ids, attention_mask: (B, W), prompts padded left, completions right. logits_to_keep: completions' columns.
+        input_ids, attention_mask: (B, W), prompts padded left, completions right.
+        logits_to_keep: number of columns of the completions.
     """
     tokens, seen = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)
     begin = tokens.shape[1] - logits_to_keep
@@ -72,7 +73,7 @@ def sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_k
 def rows(
     batch: list[Sequence], limit: int | None = None, count: int | None = None, share: bool = True
 ) -> list[list[Sequence]]:
-    """Sequences for one row each, equal prompts next to each other, the longest of them first.
+    """Divide sequences into rows, equal prompts next to each other, the longest of them first.
 
     Args:
         limit: tokens to compute per row (longer sequences get one each). count: sequences per row. `None`: one row.
@@ -119,7 +120,7 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
     Args:
         width: L, columns of the completions in the padded batch.
         share: compute equal prompts once.
-        whole: with the last tokens, and no padding, to count tokens (the load balance of experts). Not with `share`.
+        whole: keep last tokens, add no padding: for counts of tokens (the load balance of experts). Not with `share`.
     """
     assert not (share and whole)
     tokens: list[np.ndarray] = []
@@ -128,10 +129,10 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
     keys: list[np.ndarray] = []
     starts_q, starts_k = [0], [0]
     before, first = None, 0
-    again: dict[int, int] = {}  # place of a recomputed last prompt token -> place of its first copy
+    again: dict[int, int] = {}  # recomputed last prompt token -> its first copy
 
     def segment(mine: np.ndarray, place: int, asked: np.ndarray, read: np.ndarray) -> None:
-        """`mine` tokens from position `place`, the last ones predicting `asked`, after the shared keys `read`."""
+        """Add tokens `mine` from position `place`, the last ones predicting `asked`, after the shared keys `read`."""
         begin, count = starts_q[-1], len(mine)
         tokens.append(mine)
         positions.append(np.arange(place, place + count))

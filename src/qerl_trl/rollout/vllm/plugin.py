@@ -29,8 +29,8 @@ def register() -> None:
     except ImportError as error:
         # an exception here would break every engine on this machine
         said = (
-            "qerl-trl works with vLLM %s to %s and could not register its quantization method in this one (%s). Install "
-            "one of these versions. Other engines are not affected."
+            "qerl-trl works with vLLM %s to %s and could not register its quantization method here (%s). Install one "
+            "of these versions. Other engines are not affected."
         )
         logger.warning(said, OLDEST_VLLM, NEWEST_VLLM, error)
 
@@ -142,9 +142,7 @@ class CheckpointEngine:
         )
         same_tokens = list(with_adapter.token_ids) == list(without.token_ids)
         if same_tokens and with_adapter.cumulative_logprob == without.cumulative_logprob:
-            raise RuntimeError(
-                "The adapter is not applied: vLLM computes as without it. Merge it with `qerl-trl merge`."
-            )
+            raise RuntimeError("The adapter is not applied: vLLM computes without it. Merge it with `qerl-trl merge`.")
 
     def chat(
         self,
