@@ -107,8 +107,8 @@ def test_a_model_folder_with_missing_files_is_named(file, message, example, tmp_
         ("a: [1", "is no YAML of a run or a task: while parsing"),
         ("a: b: c", "is no YAML of a run or a task: mapping values"),
         ("- a", "is no YAML of a run or a task: it has no fields. Write one `name: value` on each line"),
-        ("seed: 1\nlearning_rate: 1.0e-6\nseed: 2", "says seed twice, in lines 1 and 3"),
-        ("options: {a: 1, a: 2}", "says a twice, in lines 1 and 1"),
+        ("seed: 1\nlearning_rate: 1.0e-6\nseed: 2", "sets seed twice, in lines 1 and 3"),
+        ("options: {a: 1, a: 2}", "sets a twice, in lines 1 and 1"),
     ],
     ids=["open", "colons", "list", "twice", "twice-inside"],
 )

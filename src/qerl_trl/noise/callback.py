@@ -10,7 +10,7 @@ with a sigma that decays over the run, so that a quantized policy explores more.
 - **In fp32.** bf16 weights near 1 swallow noise below 2e-3 (an intended 5e-4 lands as 3e-5), which is half of the
   paper's schedule. The noisy weight is fp32, the norm's output is cast back, and `aqn/sigma_effective`, the measured
   rms of the added noise, equals `aqn/sigma`.
-- **Exactly nothing at sigma 0.** The hooks then return at once: bit-identical to no callback.
+- **No effect at sigma 0.** The hooks then return at once: bit-identical to a run without the callback.
 
 In the default scope `rollout`, each generation in training makes a new draw and norms are noisy until it ends;
 log-probabilities and gradients are clean, as are evaluation and everything outside a training step. With scope `policy`
@@ -63,7 +63,7 @@ class AQNCallback(TrainerCallback):
     `callback.log_first(trainer)`.
 
     Args:
-        schedule: a name of `schedules.SCHEDULES` or a `NoiseSchedule`; the four following arguments belong to a name.
+        schedule: a name in `schedules.SCHEDULES`, with the four following arguments, or a `NoiseSchedule`.
         sigma_start: standard deviation in the first noisy stage.
         sigma_end: standard deviation in the last stage.
         num_stages: stages of the run; stage 0 has no noise.
@@ -79,8 +79,8 @@ class AQNCallback(TrainerCallback):
         last_draw: of the latest generation in training, ended or not; None before the first.
 
     Raises:
-        ValueError: impossible schedule or scope; a trainer with vLLM rollouts; no suitable norm; a second AQNCallback.
-        RuntimeError: a rollout or a training step without noise; the entropy for steering is not logged.
+        ValueError: invalid schedule or scope; a trainer with vLLM rollouts; no suitable norm; a second AQNCallback.
+        RuntimeError: a rollout or a training step got no noise; the entropy that steers sigma is not logged.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AQNCallback(TrainerCallback):
 
     @classmethod
     def from_args(cls, args) -> "AQNCallback":
-        """The callback of a [`QeRLConfig`], for a trainer with `generation()` around its rollouts."""
+        """Make the callback of a [`QeRLConfig`], for a trainer that wraps its rollouts in `generation()`."""
         names = ("schedule", "sigma_start", "sigma_end", "num_stages", "entropy_target", "scope", "seed")
         callback = cls(**{name: vars(args)[f"aqn_{name}"] for name in names})
         callback.explicit, callback.engine = True, args.use_vllm
@@ -133,7 +133,7 @@ class AQNCallback(TrainerCallback):
         if norms is None:
             known = self._noise if policy is self._sampling_model else None
             norms = known.norms if known is not None else find_noisy_norms(model)
-        self.detach()  # always hook again: ZeRO-3's hooks, which gather a weight, must come before ours
+        self.detach()  # always hook again: hooks of ZeRO-3 gather a weight, and must come before ours
         self._noise = NormNoise(norms)
         self._sampling_model = policy
         self._seed = seed if self.seed is None else self.seed
@@ -178,7 +178,7 @@ class AQNCallback(TrainerCallback):
 
     @contextmanager
     def generation(self) -> Iterator[NoiseDraw]:
-        """One rollout: a new draw in a training step, a clean one (sigma 0) in evaluation or outside a step.
+        """Context manager for one rollout: a new draw in a training step, else (evaluation) a clean one with sigma 0.
 
         The noise acts on the transformers model, unless `engine` is set: vLLM then applies the draw itself.
 
@@ -186,8 +186,8 @@ class AQNCallback(TrainerCallback):
             the draw; also `self.draw` while inside.
 
         Raises:
-            RuntimeError: at the end of a transformers rollout, if no noisy norm had run; in the first rollout, still
-            without noise, if the model itself had not.
+            RuntimeError: at the end of a transformers rollout, if no noisy norm ran; in the first rollout, which has no
+            noise, if the model itself did not run.
         """
         self.explicit, self._ran = True, False
         training = self._training()
@@ -215,13 +215,13 @@ class AQNCallback(TrainerCallback):
 
     @contextmanager
     def noisy(self) -> Iterator[None]:
-        """The transformers model under the latest draw, in training or evaluation mode: for measurements."""
+        """Context manager that applies the latest draw to the transformers model in any mode, for measurements."""
         with self._attached().active():
             yield
 
     @contextmanager
     def under(self, draw: NoiseDraw) -> Iterator[None]:
-        """The transformers model under `draw`, before training, for measurements; without a draw afterwards."""
+        """Context manager that applies `draw` to the transformers model before training, for measurements."""
         noise = self._attached()
         noise.set(draw)
         try:
@@ -232,7 +232,7 @@ class AQNCallback(TrainerCallback):
             self._reported = None
 
     def _hook(self, method):
-        # a plain function: deepcopy of the model copies bound methods and, with them, the callback and its modules
+        # a plain function: a deepcopy of the model would copy a bound method with the callback and its modules
         def hook(module, *args):
             return method(*args) if module is self._sampling_model else None
 
@@ -284,7 +284,7 @@ class AQNCallback(TrainerCallback):
         return self._noise
 
     def _measure(self) -> None:
-        """Keep the latest draw for the log, once it has acted."""
+        """Record sigma of the latest draw for the log, once the draw was applied."""
         if not self._measured:
             self._unlogged.append((self.sigma, self.sigma_effective))
             self._measured = True
@@ -310,8 +310,8 @@ class AQNCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.last_draw is None:
             raise RuntimeError(
-                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that "
-                "samples with transformers' generate() (GRPOTrainer, RLOOTrainer); otherwise use QeRLGRPOTrainer."
+                "A training step ended, and AQNCallback saw no generation by the policy. Use it in a trainer that "
+                "samples with transformers' generate() (GRPOTrainer, RLOOTrainer), or use QeRLGRPOTrainer."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -350,7 +350,7 @@ class AQNCallback(TrainerCallback):
         batching = getattr(args, "use_transformers_continuous_batching", False)
         if batching or (getattr(args, "use_vllm", False) and not self.explicit):
             raise ValueError(
-                "AQNCallback acts on rollouts by generate() alone, and "
+                "AQNCallback affects only rollouts by generate(), and "
                 f"{'use_transformers_continuous_batching' if batching else 'use_vllm'}=True bypasses it. Leave that "
                 "out, or use QeRLGRPOTrainer (QeRLRLOOTrainer) with use_vllm=True, which carries the noise into vLLM."
             )

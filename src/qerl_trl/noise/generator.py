@@ -47,7 +47,7 @@ class _Plan(NamedTuple):
 
 
 def standard_noise(seed: int, step: int, generation: int, name: str, numel: int) -> torch.Tensor:
-    """Unit normal noise of one norm, (numel,) float32 on the CPU: `standard_noises` of this norm alone."""
+    """Compute unit normal noise of one norm, (numel,) float32 on the CPU: `standard_noises` of this norm alone."""
     return standard_noises(seed, step, generation, [name], [numel], torch.device("cpu"))
 
 
@@ -55,7 +55,7 @@ def standard_noise(seed: int, step: int, generation: int, name: str, numel: int)
 def standard_noises(
     seed: int, step: int, generation: int, names: Sequence[str], sizes: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Unit normal noise of many norms, one after the other; about forty launches in all, and no wait for the device.
+    """Compute unit normal noise of many norms, concatenated: about forty launches in all, no wait for the device.
 
     Args:
         seed: of the run.
@@ -81,16 +81,16 @@ def standard_noises(
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer, on int64 with the bits of unsigned integers."""
+    """Apply SplitMix64's finalizer to int64 values with the bits of unsigned integers."""
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
-        x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # torch shifts the sign in
+        x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # torch copies the sign bit
         if multiplier != 1:
             x = x * _signed(multiplier)
     return x
 
 
 def _signed(value: int) -> int:
-    """The 64-bit integer with the same bits."""
+    """Return the signed 64-bit integer with the same bits."""
     value %= 2**64
     return value - 2**64 if value >= 2**63 else value
 
@@ -111,7 +111,7 @@ def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
 
 @functools.lru_cache(maxsize=8)
 def _table(device: torch.device) -> tuple[torch.Tensor, float]:
-    """T, and SCALE: 1 / sqrt(2 mean(T^2))."""
+    """Return T, and SCALE = 1 / sqrt(2 mean(T^2))."""
     count = 2**_BITS
     quantile = NormalDist().inv_cdf
     upper = [round(_UNIT * quantile((i + 0.5) / count)) for i in range(count // 2, count)]

@@ -12,11 +12,12 @@ from torch import nn
 
 from .generator import standard_noises
 
-# norms with a NormNoise's hooks: two of them would add up. Weak references, as a NormNoise knows its norms: only the
-# norm's hooks keep it alive
+# norms with the hooks of a NormNoise: two would add up. Weak references, as a NormNoise refers to its norms: only
+# their hooks keep it alive
 _noisy_modules: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[NormNoise], str]]" = weakref.WeakKeyDictionary()
 
-#: relative tolerance of an engine's reported rms: sampling error 1 / sqrt(2 n) of n values; rounded norms exceed it
+#: relative tolerance of an engine's reported rms: above the sampling error of n values, 1 / sqrt(2 n), and below the
+#: error of rounded norms
 _AS_ASKED = 0.25
 
 # dtypes not widened by noise
@@ -35,10 +36,7 @@ class NoiseDraw(NamedTuple):
     generation: int
 
     def check(self, effective: float) -> None:
-        """
-        Raises:
-            RuntimeError: `effective`, the rms of an engine's added noise, is not this draw's alone.
-        """
+        """Raise `RuntimeError` if `effective`, the rms of the noise in an engine, is not this draw's sigma."""
         if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
             return
         raise RuntimeError(
@@ -68,7 +66,7 @@ class NormNoise:
             if module in _noisy_modules:
                 raise ValueError(
                     f"The norm {name!r} already carries adaptive quantization noise. Use one AQNCallback per model "
-                    "(QeRL trainers bring their own), and call detach() on one that an interrupted run left behind."
+                    "(QeRL trainers bring their own), and call detach() on the callback of an interrupted run."
                 )
         self.norms = dict(norms)
         self.draw: NoiseDraw | None = None
@@ -89,7 +87,7 @@ class NormNoise:
             self._compute()
 
     def _compute(self) -> None:
-        """Compute the values on demand: an engine computes its own, and this model's norms then stay clean."""
+        """Compute the noise on demand: with an engine, which computes its own, this model's norms stay clean."""
         draw = self.draw
         if self._noise or draw is None or draw.sigma == 0:
             return
@@ -119,7 +117,7 @@ class NormNoise:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Every norm forward inside is noisy, in training mode or not. May be nested."""
+        """Context manager in which every norm forward is noisy, in any mode. May be nested."""
         self.enter()
         try:
             yield
@@ -127,7 +125,7 @@ class NormNoise:
             self.exit()
 
     def enter(self) -> None:
-        """`active` for callers without a `with` block; ended by `exit`."""
+        """Begin what `active` does, without a `with` block; `exit` ends it."""
         self._compute()
         self._depth += 1
 
@@ -141,7 +139,7 @@ class NormNoise:
         return len(self._landed)
 
     def sigma_effective(self) -> float | None:
-        """Rms of the current draw's noise in the norm weights, in the first noisy forward of each; None before.
+        """Return the rms of the current draw's noise in the norm weights, in their first noisy forward; else None.
 
         Equals sigma up to the sampling error of the noise itself, 1/sqrt(2 n) over n values.
         """
@@ -193,7 +191,7 @@ class NormNoise:
         hidden = args[0] if args else next(iter(kwargs.values()))
         replaced: dict[str, torch.Tensor] = {"weight": clean}
         if isinstance(module, nn.LayerNorm | nn.RMSNorm) and clean.dtype != dtype:
-            # torch's fused kernels want input, weight and bias in one dtype (they compute in fp32 inside anyhow)
+            # torch's fused kernels need input, weight and bias in one dtype (and compute in fp32 inside)
             if (bias := parameters.get("bias")) is not None:
                 replaced["bias"] = bias
                 parameters["bias"] = bias.to(dtype)
@@ -204,7 +202,7 @@ class NormNoise:
         return args, kwargs
 
     def _noisy_weight(self, name: str, clean: torch.Tensor) -> torch.Tensor:
-        """weight + sigma * z in fp32 (fp64 for an fp64 weight); kept between forwards if the weight is frozen."""
+        """Compute weight + sigma * z in fp32 (fp64 for fp64 weights); a frozen weight's is kept between forwards."""
         # a compiled graph fuses the sum; changing cache entries would break it up
         compiling = torch.compiler.is_compiling()
         if not compiling:
@@ -232,15 +230,15 @@ class NormNoise:
 
 @contextmanager
 def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bool]:
-    """Inside, the active noise is on the weights of `modules`, and the hooks are removed.
+    """Context manager that adds the active noise to the weights of `modules`, and removes the hooks meanwhile.
 
     For compiled layers: with hooks, different for each norm, every layer would be compiled separately, while a weight
     is one more input. Values and gradients are those of the hooks.
 
     Args:
-        rehearse: as if noise were active, with the clean values.
+        rehearse: do the same without active noise, with the clean values.
 
-    Returns:
+    Yields:
         False if unsupported, with the hooks left on: norms computed by torch's kernels in one dtype, norms with foreign
         hooks, or 16-bit norms without autocast, which would return another dtype.
     """
@@ -268,7 +266,7 @@ def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bo
 
 
 def _parameters(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """torch's own table of a module's parameters, with a plain tensor during one forward."""
+    """Return torch's own table of a module's parameters, which has a plain tensor during a noisy forward."""
     return module._parameters  # type: ignore[return-value]  # annotated for parameters only; dict values are invariant
 
 

@@ -25,7 +25,7 @@ from ..support.phases import evaluation_mode
 
 
 def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
-    """Norms that feed a linear layer other than the output head, by canonical name, in model order.
+    """Find the norms that feed a linear layer other than the output head, by canonical name, in model order.
 
     Runs one forward of four tokens; random state, gradients and training flags are unchanged. Under FSDP2 and ZeRO-3 it
     is collective: call this on every rank.
@@ -70,7 +70,7 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
     head = model.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
     source: dict[int, str] = {}
-    outputs: list[torch.Tensor] = []  # kept alive, so that a storage address stays one norm's for the whole trace
+    outputs: list[torch.Tensor] = []  # kept alive, so that no other tensor reuses their storage addresses
     fed: set[str] = set()
 
     def on_norm(name, module, args, output):
@@ -111,8 +111,8 @@ def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]
 
 @contextmanager
 def _no_products(model: nn.Module) -> Iterator[None]:
-    """Inside, packed layers return zeros: the trace ignores values, and on a CPU (FSDP until training starts) decoding
-    the weights of 7B takes a minute."""
+    """Context manager in which packed layers return zeros: the trace ignores values, and decoding the weights of a 7B
+    model on a CPU (under FSDP until training starts) takes a minute."""
 
     def zeros(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(*x.shape[:-1], layer.out_features)

@@ -57,11 +57,11 @@ class NoiseSchedule:
         return max(self.sigma_start, self.sigma_end) > 0
 
     def stage(self, step: int, total_steps: int) -> int:
-        """Stage of optimizer step `step` (from 0) in a run of `total_steps`; later steps stay in the last stage."""
+        """Return the stage of optimizer step `step` (from 0) in a run of `total_steps`; later ones in the last."""
         return min(step * self.num_stages // total_steps, self.num_stages - 1)
 
     def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
-        """Standard deviation of the noise at optimizer step `step` of `total_steps`.
+        """Return the standard deviation of the noise at optimizer step `step` of `total_steps`.
 
         Args:
             step: the trainer's `global_step`, from 0.
@@ -74,12 +74,12 @@ class NoiseSchedule:
         return self.shape((stage - 1) / max(self.num_stages - 2, 1))
 
     def shape(self, progress: float) -> float:
-        """Sigma at `progress` through the noisy stages, from 0 (sigma_start) to 1 (sigma_end)."""
+        """Return sigma at `progress` through the noisy stages, from 0 (sigma_start) to 1 (sigma_end)."""
         return self.sigma_start
 
 
 class ExponentialSchedule(NoiseSchedule):
-    """The paper's: sigma_start * (sigma_end / sigma_start) ** u."""
+    """Schedule of the QeRL paper: sigma_start * (sigma_end / sigma_start) ** u, with progress u from 0 to 1."""
 
     name = "exponential"
 
@@ -98,7 +98,7 @@ class ExponentialSchedule(NoiseSchedule):
 
 
 class LinearSchedule(NoiseSchedule):
-    """sigma_start + (sigma_end - sigma_start) * u."""
+    """Linear schedule: sigma_start + (sigma_end - sigma_start) * u."""
 
     name = "linear"
 
@@ -116,7 +116,7 @@ class CosineSchedule(NoiseSchedule):
 
 
 class LogarithmicSchedule(NoiseSchedule):
-    """Straight in the logarithm of the stage, k = 1..n: sigma_start + (sigma_end - sigma_start) * ln(k) / ln(n)."""
+    """Linear in the logarithm of the stage k = 1..n: sigma_start + (sigma_end - sigma_start) * ln(k) / ln(n)."""
 
     name = "logarithmic"
 
@@ -129,7 +129,7 @@ class LogarithmicSchedule(NoiseSchedule):
 
 
 class ConstantSchedule(NoiseSchedule):
-    """sigma_start at every step. No silent stage; sigma_end and num_stages are not used."""
+    """Constant sigma_start at every step, without a silent stage; ignores sigma_end and num_stages."""
 
     name = "constant"
 
@@ -154,7 +154,7 @@ class EntropyTargetSchedule(NoiseSchedule):
         metric: log key of H, of the noisy policy (`rollout/entropy`; `entropy` in scope "policy").
 
     Raises:
-        ValueError: no positive target, or a sigma of 0 (it has no logarithm to start from).
+        ValueError: the target is not positive, or a sigma is 0, which has no logarithm.
     """
 
     target: float | None = None
@@ -199,11 +199,11 @@ def make_schedule(
     num_stages: int = 10,
     entropy_target: float | None = None,
 ) -> NoiseSchedule:
-    """The schedule called `name`.
+    """Make the schedule called `name`.
 
     Raises:
         KeyError: unknown name.
-        ValueError: impossible values, or an `entropy_target` ignored by the named schedule.
+        ValueError: invalid values, or an `entropy_target` that the named schedule ignores.
     """
     if name == EntropyTargetSchedule.name:
         return EntropyTargetSchedule(sigma_start, sigma_end, num_stages, target=entropy_target)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: parts of a multimodal model besides its text decoder, projections into it included
+#: parts of a multimodal model outside its text decoder, with the projections into the decoder
 TOWERS = (
     "visual",
     "vision_tower",
@@ -36,7 +36,7 @@ TOWERS = (
 #: modules choosing among a layer's experts
 ROUTERS = ("router", "mlp.gate", "block_sparse_moe.gate", "feed_forward.gate", "mixer.gate", "shared_expert_gate")
 
-#: projections of attention, plain, latent or linear: "all linear layers" of an adapter in a model with experts
+#: attention projections (plain, latent, linear): an adapter's "all linear layers" in a model with experts
 ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
@@ -50,11 +50,11 @@ class Architecture:
 
     Args:
         fused: vLLM's layer -> the checkpoint's linears in it, in row order. They share one storage and one global
-            scale, so they are packed all or none. A matrix fused in the checkpoint maps to itself.
+            scale, so all of them are packed or none. A matrix fused in the checkpoint maps to itself.
         heads: names of output heads, never quantized: TRL computes log-probabilities from their weight.
-        dense: further dense linears: gates of a few outputs; their errors reach every token of a state.
+        dense: further dense linears: gates with few outputs; their errors reach every token through a state.
         unadapted: further linears without an adapter by default, in addition to those in `dense`.
-        outside_vllm: reason against rollouts in vLLM on the trainer's weights; empty if there is none.
+        outside_vllm: why vLLM cannot generate with the trainer's weights; empty if it can.
     """
 
     fused: Mapping[str, tuple[str, ...]]
@@ -113,7 +113,7 @@ ROWS: Mapping[str, Architecture] = MappingProxyType(
 
 
 def architecture_of(model_type: str | None) -> Architecture:
-    """The row of a `model_type`, of the whole model or of its text decoder."""
+    """Return the row for a `model_type`, of the whole model or of its text decoder."""
     return ROWS.get(model_type or "", DECODER)
 
 
@@ -123,12 +123,12 @@ def in_tower(name: str) -> bool:
 
 
 def dense_by_default(model_type: str | None) -> tuple[str, ...]:
-    """Names of modules with dense linears, besides the output head, unless a checkpoint has them packed."""
+    """Return modules with linears that stay dense, besides the output head, unless a checkpoint has them packed."""
     return (*TOWERS, *ROUTERS, *architecture_of(model_type).dense)
 
 
 def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
-    """Names of modules excluded from "all linear layers", among the possible modules of this configuration."""
+    """Return the modules that "all linear layers" of an adapter excludes, for this configuration."""
     text = config.get_text_config(decoder=True)
     row = architecture_of(text.model_type)
     towers = TOWERS if text is not config else ()
@@ -137,7 +137,7 @@ def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
 
 
 def delta_net_layers(config: "PretrainedConfig") -> tuple[int, ...]:
-    """Indices of the gated delta nets in the text decoder, layers with a state in place of keys and values."""
+    """Return the indices of gated delta nets in the text decoder: layers with a state instead of keys and values."""
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "linear_num_value_heads"):
         return ()

@@ -13,11 +13,11 @@ reciprocal.
 **Weight-only reading of W4A4 checkpoints.** ModelOpt's "NVFP4" and compressed-tensors' "NVFP4" preset also quantize
 activations at run time. Their weights are ordinary NVFP4 weights, read without the activation (and KV cache) scales.
 Refused are quantized activations without quantized weights, weights for transformed activations (rotations, AWQ
-pre-scales, SVDQuant), and mixed precision, except for ModelOpt's of NVFP4 and FP8 layers: the NVFP4 layers stay packed
-and the FP8 layers become dense (`format.dequantize_fp8`).
+pre-scales, SVDQuant), and mixed precision, except NVFP4 with FP8 layers by ModelOpt: the NVFP4 layers stay packed, and
+the FP8 layers become dense (`format.dequantize_fp8`).
 
-This file alone reads quantization configurations (`parse_quantization_config`) and decides about each layer
-(`Selection.is_quantized`), by its name in transformers: for the trainer's quantizer, the offline quantizer and the
+Only this file reads quantization configurations (`parse_quantization_config`) and decides which layers are quantized
+(`Selection.is_quantized`), by their names in transformers: for the trainer's quantizer, the offline quantizer and the
 engine (`rollout/vllm/quantization.py`).
 """
 
@@ -48,7 +48,7 @@ WRITTEN_BY = {"quantized_by": "qerl-trl"}
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to be written: name, dtype, shape."""
+    """A tensor to write: name, dtype, shape."""
 
     name: str
     dtype: torch.dtype
@@ -103,12 +103,12 @@ def matches_any(name: str, entries: Iterable[str]) -> bool:
 
 
 def pattern_of(names: Iterable[str]) -> str:
-    """One regular expression for the whole names matched by `names`, as in `name_matches`."""
+    """Return one regular expression that matches what any entry of `names` matches, as in `name_matches`."""
     return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, names))})(?:\..*)?"
 
 
 def check_entries(entries: Iterable[str], where: str) -> tuple[str, ...]:
-    """The entries of a list of names, as a tuple. Raises `ValueError` for a single string, a sequence of letters."""
+    """Return a list of names as a tuple. Raises `ValueError` for a string, which is a sequence of letters."""
     if isinstance(entries, str):
         raise ValueError(f"{where}={entries!r} must be a list of names. Pass [{entries!r}].")
     return tuple(entries)
@@ -122,7 +122,7 @@ class Selection:
         layout: layout of the weights on disk, a key of `LAYOUTS`; None: dense, quantized while loading.
         ignore: entries as in `name_matches`.
         targets: compressed-tensors' notation: the class name "Linear", or entries as in `name_matches`.
-        fp8: entries as in `name_matches`, of FP8 layers on disk (`format.dequantize_fp8`), dense in memory.
+        fp8: entries as in `name_matches`, for layers in FP8 on disk (`format.dequantize_fp8`), dense in memory.
     """
 
     layout: str | None = None
@@ -135,12 +135,12 @@ class Selection:
         return bool(self.fp8) and matches_any(name, self.fp8) and not matches_any(name, self.ignore)
 
     def without(self, entries: Iterable[str]) -> "Selection":
-        """Copy with more entries on the ignore list."""
+        """Return a copy with more entries on the ignore list."""
         return dataclasses.replace(self, ignore=(*self.ignore, *entries))
 
     def is_quantized(self, name: str, columns: int) -> bool:
-        """True if the linear layer `name` with `columns` input features is NVFP4. Output heads never are, nor rows not
-        divisible into blocks.
+        """True if the linear layer `name` with `columns` input features is NVFP4. Never true for output heads, and for a
+        number of columns that is no multiple of the block size.
         """
         if name in DECODER.heads or matches_any(name, self.ignore) or self.is_fp8(name):
             return False
@@ -151,14 +151,14 @@ class Selection:
 def linears_to_quantize(
     model: "PreTrainedModel", selection: Selection
 ) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
-    """(linear layers to become NVFP4, dense linear layers) of a transformers model, by name.
+    """Return (linear layers to quantize to NVFP4, dense linear layers) of a transformers model, by name.
 
     Dense, besides the exclusions of `selection`: the output head, linears with a tied weight, layers kept in float32 by
     the model's class, subclasses of `nn.Linear`, widths that are no multiple of the block, and, in a dense checkpoint,
     `architectures.dense_by_default`.
 
     Raises:
-        `ValueError`: no layer is left to quantize, or the model has experts not excluded by name.
+        `ValueError`: no layer is left to quantize, or the model has experts that are not excluded by name.
     """
     quantized, dense = divided(model, selection)
     if not quantized:
@@ -177,7 +177,7 @@ def linears_to_quantize(
 
 
 def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
-    """`linears_to_quantize` for any model, without raising."""
+    """Do as `linears_to_quantize`, for any model and without raising."""
     head = model.get_output_embeddings()
     kept = [name for name, module in model.named_modules() if head is not None and module is head]
     kept += [name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair]
@@ -202,7 +202,7 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
 
 
 def expert_tensors(model: nn.Module) -> list[str]:
-    """Names of the parameters with the weights of all experts of a layer."""
+    """Return the names of parameters that have the weights of all experts of a layer."""
     return [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "expert" in name]
 
 
@@ -251,7 +251,7 @@ def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selectio
 
 
 def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
-    """Also for ModelOpt's AutoQuantize: `quantized_layers` has each layer's algorithm; other layers are dense."""
+    """Read ModelOpt's configuration, AutoQuantize included: `quantized_layers` names algorithms, the rest is dense."""
     mixed = config.get("quant_algo") == "MIXED_PRECISION"
     layers = (config.get("quantized_layers") or {}) if mixed else {"Linear": config}
     fp8 = tuple(name for name, layer in layers.items() if mixed and layer.get("quant_algo") == "FP8")
@@ -281,7 +281,7 @@ def _tell_of_activations(groups: Mapping[str, Mapping[str, Any]], where: str) ->
 
 
 def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
-    """The saved `quantization_config`: compressed-tensors NVFP4A16 on every Linear but `ignore`."""
+    """Make the `quantization_config` to save: compressed-tensors NVFP4A16 on every Linear except `ignore`."""
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -315,7 +315,7 @@ def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
 
 
 def packed_specs(name: str, rows: int, columns: int) -> tuple[TensorSpec, ...]:
-    """The tensors of a packed matrix (N, K), named as in compressed-tensors; `name` ends in ".weight"."""
+    """List the tensors of a packed matrix (N, K), named as in compressed-tensors; `name` ends in ".weight"."""
     return (
         TensorSpec(f"{name}_packed", torch.uint8, (rows, columns // 2)),
         TensorSpec(f"{name}_scale", torch.float8_e4m3fn, (rows, columns // BLOCK_SIZE)),

@@ -5,7 +5,7 @@ A bf16 checkpoint is quantized while loading, tensor by tensor, on the layer's d
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-3B-Instruct", quantization_config=NVFP4Config())
 
 An NVFP4 checkpoint (compressed-tensors or ModelOpt) has its own `quantization_config`, fixed in transformers.
-`from_pretrained` reads either kind; for another library's call of transformers' `from_pretrained`, use the arguments
+`from_pretrained` reads either kind; if another library calls transformers' `from_pretrained`, pass it the arguments
 from `pretrained_kwargs`, or the configuration from `load_config`.
 
 `model.save_pretrained` always writes compressed-tensors, readable by stock transformers, vLLM and llm-compressor. Our
@@ -54,7 +54,7 @@ class NVFP4Config(QuantizationConfigMixin):
         modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings: whole
             dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular
             expressions ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
-        compute_dtype: dtype of the matmuls and of all unquantized tensors; the model's `dtype`.
+        compute_dtype: dtype of the matmuls and of all unquantized tensors; becomes the model's `dtype`.
         source_format: layout of a quantized checkpoint, None for a dense one. Set by `load_config`.
         source_targets: quantized modules of such a checkpoint, in compressed-tensors' notation. Set by `load_config`.
         source_fp8: its FP8 modules, which become dense (`format.dequantize_fp8`). Set by `load_config`.
@@ -87,7 +87,7 @@ class NVFP4Config(QuantizationConfigMixin):
 
     @property
     def selection(self) -> checkpoints.Selection:
-        """The choice of quantized layers."""
+        """The selection of quantized layers."""
         names = (self.modules_to_not_convert, self.source_targets, self.source_fp8)
         return checkpoints.Selection(self.source_format, *map(tuple, names))
 
@@ -97,7 +97,7 @@ class NVFP4Config(QuantizationConfigMixin):
         return self._dense_linears
 
     def linears_to_quantize(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
-        """The NVFP4 linear layers of `model`, by name; the dense ones are noted for config.json."""
+        """Return the linear layers of `model` to quantize, by name, and record the dense ones for config.json."""
         names = [*dict(model.named_modules()), *dict(model.named_parameters())]
         for entry in self.modules_to_not_convert if self.source_format is None else ():
             if not any(checkpoints.name_matches(name, entry) for name in names):
@@ -107,11 +107,11 @@ class NVFP4Config(QuantizationConfigMixin):
         return quantized
 
     def options(self) -> dict[str, Any]:
-        """The constructor's arguments, with `quant_method`, for `from_dict`."""
+        """Return the constructor's arguments, with `quant_method`, for `from_dict`."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry in config.json: compressed-tensors' description, readable without this package."""
+        """Return the entry for config.json: in the form of compressed-tensors, readable without this package."""
         ignore = self.modules_to_not_convert if self.dense_linears is None else self.dense_linears
         return checkpoints.compressed_tensors_config(ignore)
 
@@ -150,7 +150,7 @@ class NVFP4Config(QuantizationConfigMixin):
 def load_config(
     model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
 ) -> PretrainedConfig:
-    """`AutoConfig.from_pretrained`, with an NVFP4 checkpoint's `quantization_config` replaced by ours.
+    """Call `AutoConfig.from_pretrained`, and replace an NVFP4 checkpoint's `quantization_config` by `NVFP4Config`.
 
     Pass the result as `config=` to any `from_pretrained`. The configuration of a dense checkpoint is unchanged.
 
@@ -183,14 +183,14 @@ def load_config(
 
 
 def quantization_of(config: PretrainedConfig) -> Any:
-    """The `quantization_config` of a model's configuration, or `None`."""
+    """Return the `quantization_config` in a model's configuration, or `None`."""
     return getattr(config, "quantization_config", None)
 
 
 def stored_quantization(
     model_id: str | os.PathLike, config: PretrainedConfig | None = None, **kwargs: Any
 ) -> tuple[dict[str, Any] | None, str]:
-    """(a checkpoint's own description of its quantization or `None`, the file with it).
+    """Return (a checkpoint's own description of its quantization or `None`, the file and key that have it).
 
     Args:
         config: its configuration, if already loaded.
@@ -208,7 +208,7 @@ def stored_quantization(
 def pretrained_kwargs(
     model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Arguments of `AutoModelForCausalLM.from_pretrained(model_id, ...)` for an NVFP4 model.
+    """Return arguments of `AutoModelForCausalLM.from_pretrained(model_id, ...)` for an NVFP4 model.
 
     `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for
     `load_config`.
@@ -225,10 +225,10 @@ def pretrained_kwargs(
 
 
 def auto_class_of(config: PretrainedConfig, architecture: str | None = None) -> Any:
-    """The auto class used by TRL for a checkpoint: from its configuration, with a vision tower if any.
+    """Return the auto class that TRL uses for a checkpoint with this configuration, with a vision tower if it has one.
 
     Args:
-        architecture: name of the class; by default the configuration's first.
+        architecture: name of the model's class; by default the first in the configuration.
     """
     named = architecture or next(iter(config.architectures or ()), None)
     pictures: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
@@ -260,7 +260,7 @@ def from_pretrained(
         given = copy.deepcopy(kwargs["config"])
         given.quantization_config = chosen["config"].quantization_config
         chosen["config"] = given
-    elif "config" in chosen:  # transformers does it for configurations that it reads
+    elif "config" in chosen:  # transformers does so for those it reads
         known = chosen["config"].to_dict().keys() - {"dtype"} | {"num_labels"}
         chosen["config"].update({key: kwargs.pop(key) for key in known & kwargs.keys()})
     if model_class is None:
@@ -270,7 +270,7 @@ def from_pretrained(
 
 
 def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, Any] | None:
-    """hf_quant_config.json, the quantization of older ModelOpt exports without an entry in config.json."""
+    """Read hf_quant_config.json: older ModelOpt exports have no `quantization_config` in config.json."""
     name = "hf_quant_config.json"
     if os.path.isdir(model_id):
         path = Path(model_id, kwargs.get("subfolder") or "", name)

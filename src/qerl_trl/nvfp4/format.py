@@ -85,7 +85,7 @@ class NVFP4Tensor(NamedTuple):
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 codes (uint8) of `x` (float, no NaN). Ties go to the even code, |x| > 6 saturates.
+    """Return the nearest E2M1 codes (uint8) of `x` (float, no NaN). Ties go to the even code, |x| > 6 saturates.
 
     The code is the number of grid steps plus two for each exponent: 1.5 is 3 steps in [1, 2), code 3; 3 is 3 steps in
     [2, 4), code 5.
@@ -99,7 +99,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid_exponent(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float32 bits of 2^e (int32), and the addend for rounding to the grid; magnitude float32 in [0, 6].
+    """Return the float32 bits of 2^e (int32), and the addend that rounds to the grid; magnitude: float32 in [0, 6].
 
     Within [2^e, 2^(e+1)) the grid step is 2^(e-1). The last bit of 2^(e+22) in float32 is worth exactly one step, so
     adding it leaves magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the
@@ -110,19 +110,19 @@ def _grid_exponent(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of E2M1 codes (uint8 0..15, any shape); exact in every float dtype."""
+    """Return the values of E2M1 codes (uint8 0..15, any shape); exact in every float dtype."""
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=codes.device)
     return table[codes.to(torch.int32)]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes per byte: uint8 (..., K) -> uint8 (..., K/2), even column in the low nibble. K must be even."""
+    """Pack two codes per byte: uint8 (..., K) -> uint8 (..., K/2), even column in the low nibble. K must be even."""
     pairs = codes.contiguous().view(torch.int16)  # even | odd << 8
     return pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack`: uint8 (..., K/2) -> uint8 (..., K), one code per byte."""
+    """Undo `pack`: uint8 (..., K/2) -> uint8 (..., K), one code per byte."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
@@ -130,7 +130,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_two_global_scale(amax: torch.Tensor | float) -> torch.Tensor:
-    """Largest power of two g with g * amax <= 2688 = 6 * 448, as float32 (1,) on `amax`'s device.
+    """Return the largest power of two g with g * amax <= 2688 = 6 * 448, as float32 (1,) on `amax`'s device.
 
     `amax` is the largest magnitude of the tensor (or of a group with one scale). 0 (an all-zero tensor) gives 1. Raises
     `ValueError` if it is not finite.
@@ -162,7 +162,7 @@ def rescale(
 
 
 def decode_scale(block_scale: torch.Tensor) -> torch.Tensor:
-    """Block scales as float32: `block_scale` holds E4M3 bit patterns (uint8) or is float8_e4m3fn already."""
+    """Return block scales as float32; `block_scale`: E4M3 bit patterns (uint8), or float8_e4m3fn."""
     return (block_scale.view(torch.float8_e4m3fn) if block_scale.dtype == torch.uint8 else block_scale).to(
         torch.float32
     )
@@ -202,7 +202,7 @@ def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: tor
 def dequantize(
     packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """The dense matrix (N, K) of a quantized one, bit for bit equal to compressed-tensors' own decompression.
+    """Decode a quantized matrix to a dense one (N, K), bit for bit equal to the decompression of compressed-tensors.
 
     In float32: e2m1 * (e4m3 / global_scale), then one rounding to `dtype`.
 
@@ -228,7 +228,7 @@ def dequantize(
 def _quantize_rows(
     weight_RK: torch.Tensor, scale_rule: str, global_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed, block_scale) of a few rows."""
+    """Quantize a few rows: returns (packed, block_scale)."""
     weight_RB16 = weight_RK.to(torch.float32).reshape(weight_RK.shape[0], -1, BLOCK_SIZE)
     amax_RB = weight_RB16.abs().amax(-1)
     # divide by a tensor: for a number CUDA multiplies by the reciprocal, rounded differently
@@ -246,14 +246,14 @@ def _quantize_rows(
 
 
 def _round_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Nearest E4M3 bit patterns (uint8) within [2^-6, 448]."""
+    """Round to E4M3 bit patterns (uint8) within [2^-6, 448]."""
     return scale.clamp(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _best_scale(
     weight_RB16: torch.Tensor, global_scale: torch.Tensor, candidates: Iterable[torch.Tensor]
 ) -> torch.Tensor:
-    """Per block the candidate scale with the least squared error; the first one wins a tie.
+    """Choose per block the candidate scale with the least squared error; the first one wins a tie.
 
     The error is measured in units of 1 / global_scale (tiny weights must not underflow when squared) and summed as a
     fixed binary tree of halves, 16 -> 8 -> 4 -> 2 -> 1, so that a kernel can make the same choice bit for bit.
@@ -279,7 +279,7 @@ def _best_scale(
 
 
 def largest_magnitude(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of a matrix (N, K), float32, without a copy of it."""
+    """Return the largest magnitude of a matrix (N, K) in float32, without copying the matrix."""
     if weight_NK.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=weight_NK.device)
     smallest, largest = torch.aminmax(weight_NK)
@@ -287,7 +287,7 @@ def largest_magnitude(weight_NK: torch.Tensor) -> torch.Tensor:
 
 
 def _row_chunks(rows: int, columns: int, device: torch.device):
-    """Slices of rows of about `_CHUNK_WEIGHTS` weights each."""
+    """Yield slices of rows with about `_CHUNK_WEIGHTS` weights each."""
     step = max(1, _CHUNK_WEIGHTS.get(device.type, 1 << 22) // max(columns, 1))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -297,7 +297,7 @@ _PAIR_VALUES: dict[torch.device, torch.Tensor] = {}
 
 
 def _pair_values(device: torch.device) -> torch.Tensor:
-    """int64 (256,): entry b holds, bit for bit, the two float32 values of packed byte b, low nibble first."""
+    """Return int64 (256,): entry b is, bit for bit, the two float32 values of packed byte b, low nibble first."""
     if device not in _PAIR_VALUES:
         byte = torch.arange(256, device=device, dtype=torch.uint8)
         _PAIR_VALUES[device] = decode_e2m1(unpack(byte.unsqueeze(-1))).contiguous().view(torch.int64).view(256)
@@ -306,7 +306,7 @@ def _pair_values(device: torch.device) -> torch.Tensor:
 
 # --- FP8 layers of a mixed ModelOpt checkpoint ------------------------------------------------------------------------
 
-#: rows per chunk: their table indices take four bytes each
+#: rows per chunk: each weight's table index takes four bytes
 _ROWS = 1024
 
 

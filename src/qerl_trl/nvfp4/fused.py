@@ -1,4 +1,4 @@
-"""One storage and one global scale for q/k/v and gate/up layers, shared with vLLM's fused layer.
+"""Give q/k/v and gate/up layers one storage and one global scale, for vLLM's fused layer to share.
 
 vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is
 row-major and not swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers
@@ -17,7 +17,7 @@ from .linear import NVFP4Linear, kernels_for
 
 
 def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4Linear]]]]:
-    """(parent, [(child's name, layer), ...]) of each complete group with one input width and device.
+    """Yield (parent, [(child's name, layer), ...]) for each complete group with one input width and device.
 
     Sees through adapters: a PEFT layer counts as the NVFP4 layer in its `base_layer`.
     """
@@ -32,7 +32,7 @@ def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4L
                 yield parent_name, list(zip(group, layers, strict=True))
 
 
-#: most idle bytes in torch's allocator while fusing
+#: most unused bytes that torch's allocator may cache during fusion
 CACHED_BYTES = 2**29
 
 
@@ -109,7 +109,7 @@ def share_global_scale(layers: list[NVFP4Linear]) -> bool:
 
 
 class Matrix(NamedTuple):
-    """Packed layers multiplied as one by the engine, and the number of such matrices in the model."""
+    """Packed layers that the engine multiplies as one matrix, and the number of such matrices in the model."""
 
     layers: tuple[str, ...]
     rows: tuple[int, ...]
@@ -122,7 +122,7 @@ class Matrix(NamedTuple):
 
 
 def packed_matrices(model: nn.Module) -> list[Matrix]:
-    """The distinct packed matrices of a model, possibly on the meta device."""
+    """List the distinct packed matrices of a model, possibly on the meta device."""
     found: dict[tuple[tuple[str, ...], tuple[int, ...], int], int] = {}
     grouped: set[int] = set()
     for _, members in fused_groups(model):
@@ -140,7 +140,7 @@ def packed_matrices(model: nn.Module) -> list[Matrix]:
 
 
 def matrices_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """{name: (rows, columns, layers in it, each with an adapter)} of the distinct packed matrices.
+    """Return {name: (rows, columns, number of layers, each with its own adapter)} of the distinct packed matrices.
 
     A name lists the matrix's layers in a decoder block ("q_proj + k_proj + v_proj"), and the number of such matrices.
     """
@@ -154,7 +154,7 @@ def selected_for_matrices(
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> list[str]:
-    """One line per matrix {name: (rows, columns[, layers])}: the kernel for each number of tokens, and the reason."""
+    """Describe, per matrix {name: (rows, columns[, layers])}, the kernel for each number of tokens, and why."""
     kernels = kernels_for(torch.device(device))
     if kernels is None:
         return []
@@ -162,7 +162,7 @@ def selected_for_matrices(
 
 
 def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = False) -> list[str]:
-    """[`selected_for_matrices`] for a model's packed matrices, with an adapter of this rank (0: none)."""
+    """Do as [`selected_for_matrices`] for a model's packed matrices, with an adapter of this rank (0: none)."""
     layer = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
     if layer is None:
         return []
@@ -171,7 +171,7 @@ def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = 
 
 
 def measured_by_the_user(device: torch.device) -> tuple[list[str], str]:
-    """(results of `qerl-trl tune` for this GPU, one line per matrix; the problem with them, or "")."""
+    """Return (results of `qerl-trl tune` for this GPU, one line per matrix; the problem with them, or "")."""
     kernels = kernels_for(device)
     if kernels is None:
         return [], ""

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint's safetensors files, compared with the model.
+"""Compare a checkpoint's safetensors files with the model.
 
 safetensors itself refuses damaged files. [`read_headers`] lists the tensors; [`check_dense_headers`] and
 [`check_headers`] compare names, dtypes and shapes with the model before loading, [`check_scales`] and [`check_finite`]
@@ -56,7 +56,7 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * torch_dtype(self).itemsize
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """Slices of about `size` bytes along the first dimension, mapped from the file."""
+        """Yield slices of about `size` bytes along the first dimension, mapped from the file."""
         with safe_open(self.file, framework="pt") as stored:
             if not self.nbytes or not self.shape:
                 yield stored.get_tensor(self.name)
@@ -67,13 +67,13 @@ class TensorInfo(NamedTuple):
 
 
 def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
-    """Tensor name -> `TensorInfo` of one or several safetensors files. Reads the headers only."""
+    """Read tensor name -> `TensorInfo` from the headers of safetensors files. Raises `ValueError` for damaged files."""
     tensors: dict[str, TensorInfo] = {}
     for file in map(Path, files):
         if file.suffix != ".safetensors":
             raise ValueError(
                 f"{file}: pickled weights can run code when they are opened. Convert the checkpoint to safetensors "
-                "(load it with plain transformers and save_pretrained it)."
+                "(load it with plain transformers, and call save_pretrained)."
             )
         try:
             with safe_open(file, framework="pt") as stored:
@@ -93,7 +93,7 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
 
 
 def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Iterable[str]) -> None:
-    """Refuse modules to quantize with packed tensors on disk: transformers drops a ModelOpt configuration."""
+    """Raise `ValueError` if a module to quantize is packed on disk: transformers drops a ModelOpt configuration."""
     for name in modules:
         if packed := tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight_scale"):
             raise ValueError(
@@ -114,10 +114,10 @@ def check_headers(
 
     Args:
         tensors: from `read_headers`.
-        modules: the model's NVFP4 linears by the configuration, by name.
+        modules: the model's NVFP4 linears according to the configuration, by name.
         dense: names of its dense linears.
-        ignored: regular expressions for tensors unwanted by the model's class (draft layers and the like).
-        fp8: the model's FP8 linears by the configuration, by name.
+        ignored: regular expressions for tensors that the model's class ignores (draft layers and the like).
+        fp8: the model's FP8 linears according to the configuration, by name.
 
     Returns, for each NVFP4 or FP8 module of the *checkpoint*, its tensors by their last name component.
     """
@@ -146,7 +146,7 @@ def check_headers(
         if weight is not None and weight.dtype == "F8_E4M3" and name not in fp8:
             problems.append(
                 f"{weight.file}: {weight.name!r} is FP8, but the configuration says that this "
-                "module is not quantized. Name it there."
+                "module is not quantized. Name it in the configuration."
             )
     for name, linear in {**modules, **fp8}.items():
         rows, columns = linear.out_features, linear.in_features
@@ -163,7 +163,7 @@ def check_headers(
 
 
 def by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """Modules -> their tensors by last name component."""
+    """Group tensors: module -> its tensors by last name component."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         module, _, last = name.rpartition(".")
@@ -172,7 +172,7 @@ def by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorIn
 
 
 def packed_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]:
-    """Names of the modules with at least one tensor specific to NVFP4 layers of this layout."""
+    """Return the modules with at least one tensor that only NVFP4 layers of this layout have."""
     marks = {part for part in (layout.packed, layout.global_scale) if part != "weight"}
     return [name for name, parts in by_module(tensors).items() if marks & parts.keys()]
 
@@ -180,7 +180,7 @@ def packed_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[st
 def _check_parts(
     name: str, parts: Mapping[str, TensorInfo], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[str]:
-    """Problems of one quantized layer. `wanted`: dtype and shape by last name component; `()` is one number."""
+    """List the problems of a quantized layer. `wanted`: dtype and shape by last name component; `()`: one number."""
     problems = []
     file = next((info.file for info in parts.values()), "checkpoint")
     there = ", ".join(f"{info.name!r} as {info.dtype}" for info in parts.values()) or "nothing of this layer"
@@ -209,7 +209,7 @@ def _check_parts(
 
 
 def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tensor, layout: Layout, where: str) -> None:
-    """Refuse a packed layer with NaN block scales, or with an invalid or reciprocal global scale."""
+    """Raise `ValueError` for NaN block scales, or an invalid or reciprocal global scale, of a packed layer."""
     check_finite(f"{name}.{layout.block_scale}", block_scale, where)
     value = global_scale.item()
     positive = math.isfinite(value) and value > 0
@@ -223,7 +223,7 @@ def check_scales(name: str, block_scale: torch.Tensor, global_scale: torch.Tenso
 
 
 def require_finite(file: Path) -> None:
-    """Refuse a safetensors file with a floating tensor that is not finite. Reads all of it, in pieces."""
+    """Raise `ValueError` if a safetensors file has NaN or infinity. Reads the whole file, in pieces."""
     for info in read_headers([file]).values():
         if torch_dtype(info).is_floating_point:
             for piece in info.pieces(_PIECE_BYTES):
@@ -231,7 +231,7 @@ def require_finite(file: Path) -> None:
 
 
 def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | None = None) -> None:
-    """Refuse a model with a parameter that is not finite. `where`: a tensor's name -> its file.
+    """Raise `ValueError` if a parameter of a model is not finite. `where`: a tensor's name -> its file.
 
     Tensors not whole in this process (sharded, offloaded) are skipped.
     """
@@ -241,14 +241,14 @@ def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | N
 
 
 def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
-    """Refuse a tensor with a value that is not finite. `where`: its file, for the message."""
+    """Raise `ValueError` if a value of a tensor is not finite. `where`: its file, for the message."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     # one pass at memory speed, without a copy if the dtype has the operators
     if tensor.dtype == torch.float8_e4m3fn:  # has NaN but no infinity
         finite = int(tensor.view(torch.uint8).bitwise_and(0x7F).max()) < 0x7F
     else:
-        low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN, if there is one
+        low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN if any is
         finite = math.isfinite(low.item()) and math.isfinite(high.item())
     if not finite:
         number = int((~torch.isfinite(tensor.float())).sum())
@@ -259,7 +259,7 @@ def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
-    """torch's dtype of a tensor."""
+    """Return a tensor's dtype in torch."""
     return DTYPES[info.dtype]
 
 
@@ -269,7 +269,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo]:
-    """The tensors of the checkpoint in `folder`, by name. Reads the index and the files' headers."""
+    """Read the tensors of the checkpoint in `folder`, by name, from the index and the files' headers."""
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
@@ -279,7 +279,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files loaded by transformers: a single one, those in the index, or all."""
+    """Return the files that transformers loads: a single one, those in the index, or all."""
     index, whole = folder / INDEX_NAME, folder / "model.safetensors"
     if whole.is_file():
         return [whole]
@@ -289,7 +289,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
-    """Refuse files outside of `folder`, symbolic links followed."""
+    """Raise `ValueError` for files outside of `folder`, symbolic links followed."""
     for file in files:
         if (place := leads_to(file, folder)) is not None:
             raise ValueError(

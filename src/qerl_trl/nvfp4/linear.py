@@ -5,7 +5,7 @@
                                     (no gradient for W: the base is frozen, LoRA learns)
 
 The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device, if available; everything else (CPU, fp32, no triton)
-takes the reference: dequantize, then `F.linear`. `describe` gives the choice and its reason.
+uses the reference: dequantize, then `F.linear`. `describe` returns the choice and its reason.
 
 The state is three `uint8` parameters, not float8 and not buffers: `.to(torch.bfloat16)`, FSDP2 mixed precision,
 DeepSpeed's `.bfloat16()` and the gloo collectives all mangle float8 or float32 parameters, and DDP broadcasts buffers
@@ -33,8 +33,8 @@ PACKED = LAYOUTS["compressed-tensors"].tensors
 #: "decode" (by the kernel) and "reference" (plain PyTorch) decode the weight, to the same bits, for an ordinary product
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-#: "auto" uses cuBLAS above this: training decodes the weight for the gradient anyway, and has many lengths, while each
-#: kernel for a range of lengths takes seconds to compile
+#: "auto" uses cuBLAS above this number of tokens: training decodes the weight for the gradient anyway, and has many
+#: lengths, while each kernel for a range of lengths takes seconds to compile
 _MOST_TOKENS = 128
 
 
@@ -43,7 +43,7 @@ _MOST_TOKENS = 128
 
 @functools.cache
 def _kernels(device: torch.device) -> tuple[ModuleType | None, str]:
-    """(the `qerl_nvfp4` package or None, reason) for a device."""
+    """Return (the `qerl_nvfp4` package or None, reason) for a device."""
     if device.type != "cuda":
         return None, f"the kernels need a CUDA device, this is {device.type}"
     try:
@@ -56,18 +56,18 @@ def _kernels(device: torch.device) -> tuple[ModuleType | None, str]:
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """The `qerl_nvfp4` package if its kernels run on `device`."""
+    """Return the `qerl_nvfp4` package if its kernels run on `device`, else None."""
     return _kernels(device)[0]
 
 
 def describe(device: torch.device | str) -> str:
-    """One line: the implementation of NVFP4 linears on `device`, and the reason."""
+    """Describe in one line the implementation of NVFP4 linears on `device`, and the reason."""
     kernels, reason = _kernels(torch.device(device))
     return f"NVFP4 linear on {device}: {'reference (dequantize + matmul)' if kernels is None else 'kernels'}; {reason}"
 
 
 def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> ModuleType | None:
-    """The kernel package to call, or None for the reference."""
+    """Return the kernel package to call, or None for the reference."""
     assert implementation in IMPLEMENTATIONS, implementation
     if implementation == "reference":
         return None
@@ -79,7 +79,7 @@ def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> Modu
 
 
 def runs_a_kernel(device: torch.device, dtype: torch.dtype, tokens: int, implementation: str = "auto") -> bool:
-    """True if a kernel multiplies this many tokens with the packed bytes, False for cuBLAS."""
+    """True if a kernel multiplies this many tokens with the packed bytes, False if cuBLAS does."""
     kernels = _pick(device, dtype, implementation)
     few = implementation == "kernel" or (implementation == "auto" and tokens <= _MOST_TOKENS)
     return kernels is not None and few
@@ -102,8 +102,8 @@ def decode_into(
 
 @contextlib.contextmanager
 def decoded_weights(model: nn.Module) -> Iterator[None]:
-    """Context in which every NVFP4 layer decodes its weight and uses cuBLAS, as in a training step of many tokens,
-    without the kernels for a few tokens and their seconds of compilation."""
+    """Context manager in which every NVFP4 layer decodes its weight and uses cuBLAS, as in a training step of many
+    tokens: kernels for few tokens would take seconds to compile."""
     layers = [layer for layer in model.modules() if isinstance(layer, NVFP4Linear) and layer.implementation == "auto"]
     for layer in layers:
         layer.implementation = "decode"
@@ -127,7 +127,7 @@ def _forward(
 ) -> torch.Tensor:
     kernels = _pick(x.device, x.dtype, implementation)
     tokens = x.numel() // x.shape[-1]
-    # above the kernels' last length their own choice is the same, with a reused buffer
+    # above their last length the kernels choose the same, with a reused buffer
     many = implementation == "auto" and kernels is not None and _MOST_TOKENS < tokens <= kernels.select.cost.SIZES[-1]
     if kernels is not None and (many or implementation == "decode"):
         return F.linear(x, kernels.dequantize(packed, block_scale, global_scale, x.dtype), bias)
@@ -145,7 +145,7 @@ def _backward(
     return dy @ dequantize(packed, block_scale, global_scale, dy.dtype)
 
 
-# Under torch.compile the next two replace them: the kernels are registered operators, so a model compiles as one graph.
+# Under torch.compile the next two replace these: kernels are registered operators, so a model compiles as one graph.
 # In eager code the dispatcher would cost tens of microseconds per call.
 
 
@@ -176,7 +176,7 @@ def _traced_backward(
 
 
 class _NVFP4Matmul(torch.autograd.Function):
-    """Saves the packed weight only. `global_scale` is float32 (1,) or (N,)."""
+    """The product, saving only the packed weight for backward. `global_scale`: float32 (1,) or (N,)."""
 
     @staticmethod
     def forward(ctx: Any, x, packed, block_scale, global_scale, bias, implementation):
@@ -205,7 +205,7 @@ def linear(
     bias: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """y = x W^T + bias for a packed W, differentiable in `x` and `bias`.
+    """Compute y = x W^T + bias for a packed W, differentiable in `x` and `bias`.
 
     x (..., K) float; packed uint8 (N, K/2); block_scale uint8 or float8_e4m3fn (N, K/16); global_scale float32 (1,) or
     (N,), divides; bias (N,) in x's dtype. Returns (..., N) in x's dtype. `implementation`: "auto"; "kernel", which
@@ -231,14 +231,14 @@ class NVFP4Linear(nn.Linear):
         weight_global_scale  uint8 (4,), the bytes of one float32 (a divisor)
         bias                 (N,) float, or None
 
-    The dtype of the matmul: under autocast, autocast's; else the input's own if it is bf16, fp16 or fp64; a float32
+    The dtype of the matmul: the dtype of autocast, if on; else the input's if it is bf16, fp16 or fp64; a float32
     input (fp32 norms in front, no autocast) is computed in `compute_dtype` and returned as float32.
 
     q/k/v and gate/up layers of one block may share one storage: each holds a row slice of it
     (`qerl_trl.nvfp4.fused.fuse_storage`). `copy.deepcopy` and `.to(device)` of the model keep that sharing.
     """
 
-    #: (`weight_packed`,) of a layer waiting for another process's weights (quantizer.py); FSDP replaces it
+    #: (`weight_packed`,) of a layer that waits for weights from another process (quantizer.py); FSDP replaces it
     unread: tuple[nn.Parameter] | None = None
 
     def __init__(
@@ -249,7 +249,7 @@ class NVFP4Linear(nn.Linear):
         device: torch.device | str | None = None,
         compute_dtype: torch.dtype = torch.bfloat16,
     ):
-        nn.Module.__init__(self)  # not nn.Linear's, which would allocate the dense weight
+        nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
         self.in_features, self.out_features = in_features, out_features
         self.compute_dtype = compute_dtype  # read by PEFT as the layer's dtype
         self.implementation = "auto"
@@ -274,7 +274,7 @@ class NVFP4Linear(nn.Linear):
     def from_nvfp4(
         cls, tensor: NVFP4Tensor, bias: torch.Tensor | None = None, compute_dtype: torch.dtype = torch.bfloat16
     ) -> "NVFP4Linear":
-        """Wrap a quantized matrix, without a copy. Block scales: uint8 or float8_e4m3fn; global scale: one float32."""
+        """Wrap a quantized matrix without a copy. Block scales: uint8 or float8_e4m3fn; global scale: one float32."""
         packed, block_scale, global_scale = tensor
         out_features, in_features = packed.shape[0], packed.shape[1] * 2
         layer = cls(in_features, out_features, bias=False, device="meta", compute_dtype=compute_dtype)
@@ -294,12 +294,12 @@ class NVFP4Linear(nn.Linear):
             super().__setattr__(name, value)
         # `layer.weight = layer.weight`, as in PEFT's unload, changes nothing
         elif not (isinstance(value, DecodedWeight) and value.layer is self):
-            value = read(value)  # may be another packed layer's: read it before this one is dense
+            value = read(value)  # perhaps of another packed layer: read it before this layer is dense
             self.become_dense().weight = value if isinstance(value, nn.Parameter) else _frozen(value)
 
     @property
     def W_q(self) -> nn.Parameter:
-        """PEFT's mark of a layer with `dequantize()` (DoRA needs the dense weight's norm)."""
+        """Attribute by which PEFT finds a layer's `dequantize()` (DoRA needs the dense weight's norm)."""
         return self.weight_packed
 
     @property
@@ -309,7 +309,7 @@ class NVFP4Linear(nn.Linear):
 
     @property
     def nvfp4(self) -> NVFP4Tensor:
-        """The three tensors, as views (uint8, uint8, float32)."""
+        """The three packed tensors, as views (uint8, uint8, float32). Raises `RuntimeError` if they were not read."""
         if self.unread is not None and self.unread[0] is self.weight_packed:
             raise RuntimeError(
                 "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first "
@@ -319,11 +319,11 @@ class NVFP4Linear(nn.Linear):
         return NVFP4Tensor(packed, block_scale, self.global_scale)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The dense weight (N, K), by default in `compute_dtype`."""
+        """Return the dense weight (N, K), by default in `compute_dtype`."""
         return dequantize(*self.nvfp4, dtype or self.compute_dtype)
 
     def to_dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A frozen `nn.Linear` with the decoded weight and a copy of the bias, by default in `compute_dtype`."""
+        """Return a frozen `nn.Linear` with the decoded weight and a copied bias, by default in `compute_dtype`."""
         dtype = dtype or self.compute_dtype
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         dense.weight = _frozen(self.dequantize(dtype))
@@ -342,7 +342,7 @@ class NVFP4Linear(nn.Linear):
         return self
 
     def forward(self, x: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
-        """x (..., K) -> (..., N). `implementation` overrides the layer's for this call."""
+        """Compute x (..., K) -> (..., N). `implementation` overrides the layer's for this call."""
         output_dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = output_dtype = torch.get_autocast_dtype(x.device.type)
@@ -388,7 +388,7 @@ def has_nvfp4(model: nn.Module) -> bool:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Compute dtype of a model: its packed layers', else its embeddings'."""
+    """Return a model's compute dtype: of its packed layers, else of its embeddings."""
     for module in model.modules():
         if isinstance(module, NVFP4Linear):
             return module.compute_dtype
@@ -396,8 +396,8 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Packed parameter as uint8 again: FSDP 2 of torch 2.11 casts even integers to the dtype of mixed precision, exact
-    for 0 to 255. (2.13 does not.)"""
+    """Return a packed parameter as uint8 again: FSDP 2 of torch 2.11 casts even integers to the dtype of mixed
+    precision, exact for 0 to 255. (2.13 does not.)"""
     return tensor if tensor.dtype == torch.uint8 else tensor.to(torch.uint8)
 
 
@@ -406,19 +406,19 @@ def _frozen(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 (bytes,) over the whole storage behind a uint8 tensor."""
+    """Return uint8 (bytes,) over the whole storage of a uint8 tensor."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def slice_like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` (bytes,) at the offset of `tensor` in its own storage."""
+    """Return the part of `whole` (bytes,) at the offset that `tensor` has in its own storage."""
     start = tensor.storage_offset()
     return whole[start : start + tensor.numel()].view(tensor.shape)
 
 
-#: fn -> {address of a fused storage: fn's result}. `Module.to` passes one closure to every layer, and the entry
-#: disappears with it
+#: fn -> {address of a fused storage: result of fn}. `Module.to` passes one closure to every layer, and the entry
+#: disappears with the closure
 _MOVED: "weakref.WeakKeyDictionary[Callable, dict[int, torch.Tensor]]" = weakref.WeakKeyDictionary()
 
 

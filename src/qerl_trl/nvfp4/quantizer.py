@@ -46,7 +46,7 @@ class _PackedPlaceholder(nn.Module):
 
 
 class _FP8Placeholder(_PackedPlaceholder):
-    """Placeholder of an FP8 linear in a mixed checkpoint; a dense one takes its place."""
+    """Placeholder of an FP8 linear in a mixed checkpoint, replaced by a dense linear after loading."""
 
     def to_dense(self, compute_dtype: torch.dtype) -> nn.Linear:
         codes, scale = (self.get_parameter(part).detach() for part in ("weight", "weight_scale"))
@@ -65,7 +65,7 @@ class _Unread(nn.Module):
         self.bias = linear.bias
 
     def to_nvfp4(self, compute_dtype: torch.dtype) -> NVFP4Linear:
-        """A layer of zeros, without physical memory until written."""
+        """Return a layer of zeros, without physical memory until written."""
         layer = NVFP4Linear(*self.shape, bias=False, device="meta", compute_dtype=compute_dtype)
         for name, parameter in list(layer.named_parameters()):
             zeros = torch.from_numpy(numpy.zeros(tuple(parameter.shape), numpy.uint8))  # torch.zeros would write
@@ -161,7 +161,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         return checkpoints.LAYOUTS[self.quantization_config.source_format]
 
     def where(self, tensor_name: str) -> str:
-        """The file with a tensor, if known."""
+        """Return the file that has a tensor, if known."""
         return str(self._headers[tensor_name].file) if tensor_name in self._headers else "checkpoint"
 
     def _process_model_before_weight_loading(
@@ -228,14 +228,14 @@ class NVFP4HfQuantizer(HfQuantizer):
         headers.check_finite_module(model, self.where)
         self._converted.clear()
         self._headers.clear()
-        if not self._unread:  # fusing would write the zeros
+        if not self._unread:  # fusion would write zeros
             fuse_storage(model)
         return model
 
     # --- saving
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The state dict in compressed-tensors' dtypes. Views only: nothing is copied but the global scales' shape."""
+        """Return the state dict in the dtypes of compressed-tensors, as views of the parameters."""
         state = model.state_dict()
         if model._hf_peft_config_loaded:
             return state, {}  # transformers saves only the adapter
@@ -266,12 +266,12 @@ class NVFP4HfQuantizer(HfQuantizer):
         for name, module in packed.items():
             _replace(model, name, module.to_dense(wanted))
         if wanted is not None and any(module.compute_dtype != wanted for module in packed.values()):
-            nn.Module.to(model, wanted)  # the rest too, or the first product of two dtypes would fail
+            nn.Module.to(model, wanted)  # the rest too, or products of two dtypes fail
         return model
 
 
 def _in_memory(model: PreTrainedModel, tensors: dict[str, headers.TensorInfo]) -> dict[str, headers.TensorInfo]:
-    """`tensors` by their names once loaded; some checkpoints name linear layers otherwise (Gemma 3's)."""
+    """Return `tensors` by their names in the loaded model; some checkpoints (Gemma 3) use others for linear layers."""
     renamed: dict[str, str] = {}
     there = {name.rpartition(".")[0] for name in tensors}
     for name, module in model.named_modules():

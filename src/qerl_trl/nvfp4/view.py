@@ -22,7 +22,7 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class DecodedWeight(torch.Tensor):
-    """(N, K) in the layer's `compute_dtype`, without storage of its own. See the module's docstring."""
+    """A weight (N, K) in the layer's `compute_dtype`, without storage of its own. See the module's docstring."""
 
     #: an `NVFP4Linear` (linear.py imports this file)
     layer: Any
@@ -116,14 +116,14 @@ def _is_packed(layer: nn.Module) -> bool:
 
 
 def read(value: Any) -> Any:
-    """The dense tensor (N, K) of a `DecodedWeight`; any other `value` unchanged."""
+    """Return the dense tensor (N, K) of a `DecodedWeight`; any other `value` unchanged."""
     if not isinstance(value, DecodedWeight):
         return value
     return value.layer.dequantize() if _is_packed(value.layer) else value.layer.weight.data
 
 
 def _dense(layer: Any) -> nn.Linear:
-    """The same layer, dense from now on."""
+    """Make the layer dense for good, and return it."""
     if _is_packed(layer):
         _tell(layer.compute_dtype)
         layer.become_dense()
@@ -133,5 +133,5 @@ def _dense(layer: Any) -> nn.Linear:
 @functools.cache
 def _tell(dtype: torch.dtype) -> None:
     logger.warning(
-        "A packed weight was written to (an adapter merged?). Such a layer is dense, in %s, from now on.", dtype
+        "A packed weight was written to (an adapter merged?), so its layer is dense from now on, in %s.", dtype
     )

@@ -142,7 +142,7 @@ class Contents(NamedTuple):
     """State of an engine.
 
     received: fingerprint of the latest accepted update, None before the first.
-    damaged: names of the adapter buffers whose bits differ from the update.
+    damaged: names of the adapter buffers that differ in bits from the update.
     draw: current noise, None before the first.
     """
 

@@ -1,4 +1,4 @@
-"""Agreement between the processes of one run.
+"""Keep the processes of one run in agreement.
 
 If one fails or is killed, the launcher (torchrun's agent, started by `accelerate launch`) ends the others.
 """
@@ -21,17 +21,17 @@ from . import secrets
 
 _T = TypeVar("_T")
 
-#: seconds of waiting in a collective beyond the longest solitary work of one process
+#: seconds that a collective may take beyond the longest work of one process alone
 _LATER = 600
 
-#: recorded settings that may differ between processes: paths, and digests of functions with their own device
+#: recorded settings that may differ between processes: paths, and digests of functions that refer to a device
 _OF_A_PROCESS = "model base_revision settings_sha256 options rewards_sha256 rollouts_sha256".split()
-#: possible requests of a callback
+#: flags of `TrainerControl` that a callback may set
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 def patience(timeout: int, *limits: float | None) -> int:
-    """`ddp_timeout` in seconds, if left at transformers' default: above all `limits` of work by one process alone."""
+    """Choose `ddp_timeout` in seconds, if left at transformers' default: above all `limits` of one process alone."""
     known = [limit for limit in limits if isinstance(limit, int | float) and math.isfinite(limit)]
     if timeout != TrainingArguments.ddp_timeout or not known:
         return timeout
@@ -49,17 +49,17 @@ def keep_buckets(args: TrainingArguments) -> None:
 
 @functools.cache
 def load_to_numbered_cpus() -> None:
-    """Let torch load to "cpu:0" and "cpu:1", accelerate's names of the CPU in several processes, as requested by
-    `Trainer` on resume (huggingface/transformers#22273)."""
+    """Let torch load to "cpu:0" and "cpu:1", which `Trainer` requests on resume: accelerate names the CPU so in several
+    processes (huggingface/transformers#22273)."""
 
     def load(storage: Any, location: str) -> Any:
         return storage if re.fullmatch(r"cpu:\d+", location) else None
 
-    torch.serialization.register_package(100, lambda storage: None, load)  # asked after torch's own
+    torch.serialization.register_package(100, lambda storage: None, load)  # tried after torch's own
 
 
 def gathered(value: _T, group: "torch.distributed.ProcessGroup | None" = None) -> list[_T]:
-    """`value` of each process of `group` (default: all), in rank order. Collective."""
+    """Gather `value` from each process of `group` (default: all), in rank order. Collective."""
     every: list[Any] = [None] * torch.distributed.get_world_size(group=group)
     torch.distributed.all_gather_object(every, value, group=group)
     return every
@@ -68,10 +68,10 @@ def gathered(value: _T, group: "torch.distributed.ProcessGroup | None" = None) -
 def settled_together(
     accelerator: Accelerator, settle: Callable[[], str | None], settings: Callable[[], Mapping[str, Any]]
 ) -> str | None:
-    """`settle()`, the checkpoint to resume from, if `settings()` are the same in all processes. Collective.
+    """Call `settle()`, check that `settings()` agree in all processes, and return the checkpoint to resume from.
 
     Raises:
-        `ValueError`: this process refuses its checkpoint, or processes differ in settings, data or checkpoints.
+        `ValueError`: `settle()` refused the checkpoint, or processes differ in settings, data or checkpoints.
     """
     if accelerator.num_processes == 1:
         return settle()
@@ -99,7 +99,7 @@ def settled_together(
 
 
 def share_requests(accelerator: Accelerator, control: TrainerControl) -> None:
-    """Apply requests of one process's callbacks (a save, a stop) to all: else the others would wait in a collective."""
+    """Apply what one process's callbacks request (a save, a stop) to all, or the others would wait in a collective."""
     if accelerator.num_processes > 1:
         own = torch.tensor([[int(getattr(control, name)) for name in _REQUESTS]])
         every = accelerator.gather(own.to(accelerator.device))
@@ -110,17 +110,17 @@ def share_requests(accelerator: Accelerator, control: TrainerControl) -> None:
 def rewards_of_all(
     accelerator: Accelerator, calculate: Callable[[], torch.Tensor], rows: int, functions: int
 ) -> torch.Tensor:
-    """TRL's gathered rewards. An error of one process is raised in all, so all can save the step before. Collective.
+    """Gather rewards as TRL does, and raise one process's error in all, so that all save the last step. Collective.
 
     Args:
-        calculate: computes the rewards of this process, (rows, functions), and gathers them.
+        calculate: computes this process's rewards, (rows, functions), and gathers them.
     """
     failed = None
     try:
         rewards = calculate()
     except Exception as error:
         failed = error
-        rewards = gather(torch.zeros(rows, functions, device=accelerator.device))  # the others wait in it
+        rewards = gather(torch.zeros(rows, functions, device=accelerator.device))  # the others wait here
     texts = gather_object([failed and secrets.redact(f"{type(failed).__name__}: {failed}")])
     for rank, text in enumerate(texts):
         if text is not None:
@@ -129,7 +129,7 @@ def rewards_of_all(
 
 
 def fsdp_version(args: Any) -> int | None:
-    """A run's FSDP version, by its arguments or `accelerate launch`'s environment; None without FSDP."""
+    """Return the FSDP version by a run's arguments or the environment of `accelerate launch`; None without FSDP."""
     said = (args.fsdp_plugin_args or {}).get("fsdp_version")
     if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return int(os.environ.get("FSDP_VERSION", "1"))

@@ -1,4 +1,4 @@
-"""Checks of model names and file locations, and files next to a model's weights."""
+"""Check model names and file locations, and find files next to a model's weights."""
 
 import logging
 import os
@@ -14,11 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_name(model: str | os.PathLike) -> None:
-    """Refuse a model's name that is no folder and no valid Hub id, before the Hub's own message on its form.
-
-    Raises:
-        `ValueError`: it is neither.
-    """
+    """Raise `ValueError` for a model name that is neither a folder nor a valid Hub id, before the Hub's client does."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -32,10 +28,10 @@ def check_name(model: str | os.PathLike) -> None:
 
 @contextmanager
 def named_in_errors(model: str | os.PathLike, files: str = "its files") -> Iterator[None]:
-    """Add the model's name to transformers' errors, also without access to the Hub.
+    """Context manager that adds the model's name to transformers' errors, also without access to the Hub.
 
     Args:
-        files: files to read, sufficient without the Hub.
+        files: names the files that suffice without the Hub, for the message.
 
     Raises:
         `ValueError`: as [`check_name`].
@@ -49,8 +45,8 @@ def named_in_errors(model: str | os.PathLike, files: str = "its files") -> Itera
 
 
 def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:
-    """Target of `path`, symbolic links followed, if outside of `folder`; else `None`. Only the Hub's cache may link out
-    of a folder: from `snapshots/<revision>/` into `blobs/`."""
+    """Return where `path` leads, symbolic links followed, if outside of `folder`; else `None`. Only the Hub's cache may
+    link out of a folder: from `snapshots/<revision>/` into `blobs/`."""
     root, place = Path(folder).resolve(), Path(path).resolve()
     snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
     allowed = [root] if snapshots is None else [root, (snapshots.parent / "blobs").resolve()]
@@ -58,7 +54,7 @@ def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:
 
 
 def hub_commit(folder: str | os.PathLike) -> str | None:
-    """The Hub's commit of a folder in its cache, perhaps incomplete; `None` for any other folder."""
+    """Return the commit of a folder in the Hub's cache, perhaps incomplete; `None` for any other folder."""
     path = Path(folder).absolute()
     return path.name if path.parent.name == "snapshots" else None
 
@@ -69,11 +65,11 @@ def note_commit(
     cache_dir: str | os.PathLike | None = None,
     files: Sequence[str] = (),
 ) -> None:
-    """Record the Hub's commit in the configuration of a newly loaded model; newer transformers do not.
+    """Record the Hub's commit in the configuration of a newly loaded model, as newer transformers do not.
 
     Args:
-        revision, cache_dir: of the load. An unknown revision (`None`) is resolved only if the cache has just one.
-        files: known files of the load; their paths contain the commit.
+        revision, cache_dir: as at the load. Without a revision (`None`), a cache with just one counts.
+        files: files known to be loaded; their paths contain the commit.
     """
     from huggingface_hub import constants
 
@@ -86,18 +82,18 @@ def note_commit(
         ref = repository / "refs" / (revision or "")
         wanted = "*" if revision is None else ref.read_text().strip() if ref.is_file() else revision
         found = [folder.name for folder in repository.glob(f"snapshots/{wanted}")]
-    if len(found) == 1:  # else manifests are not compared, and cards have no commit
+    if len(found) == 1:  # otherwise no manifest is compared, and cards lack the commit
         config._commit_hash = found[0]
 
 
 def reads_for_its_machine() -> bool:
-    """Whether this process reads and compares folders for its machine (local rank 0). A single process always does,
+    """Whether this process reads and compares folders for its machine, as local rank 0. A single process always does,
     even with a stale LOCAL_RANK."""
     return os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def beside(config: "PretrainedConfig", name: str) -> Path | None:
-    """The file `name` of a model's folder, or of its Hub revision, downloaded if not cached; `None` if unavailable."""
+    """Find file `name` in a model's folder or Hub revision, downloaded if not cached; `None` if unavailable."""
     source, commit = config.name_or_path or "", getattr(config, "_commit_hash", None)
     if os.path.isdir(source):
         return path if (path := Path(source, name)).is_file() else None
@@ -109,5 +105,5 @@ def beside(config: "PretrainedConfig", name: str) -> Path | None:
     try:
         return Path(hf_hub_download(source, name, revision=commit))
     except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
-        logger.info("No %s of %s at %s (%s).", name, source, commit, type(error).__name__)
+        logger.info("No %s was found in %s at %s (%s).", name, source, commit, type(error).__name__)
         return None

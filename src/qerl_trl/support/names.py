@@ -14,7 +14,7 @@ _PEFT_LAYERS = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer
 
 
 def canonical_name(name: str) -> str:
-    """The module or parameter path in the checkpoint (and in vLLM), without wrappers: PEFT, DDP, FSDP, compile.
+    """Return a module's or parameter's path in the checkpoint, without wrappers: PEFT, DDP, FSDP, compile.
 
     >>> canonical_name("module.base_model.model.model.layers.0.input_layernorm.modules_to_save.default")
     'model.layers.0.input_layernorm'
@@ -23,7 +23,7 @@ def canonical_name(name: str) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DeepSpeed, FSDP's first version and torch.compile; PEFT stays."""
+    """Return the model inside DistributedDataParallel, DeepSpeed, FSDP 1 and torch.compile; PEFT stays."""
     # by registered child, not by hasattr: a PeftModel forwards unknown attributes to what it wraps
     while (inner := next(filter(None, map(model._modules.get, _CHILDREN)), None)) is not None:
         model = inner
@@ -31,7 +31,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether FSDP 2 shards it. torch's `DTensor` takes seconds to import."""
+    """Whether FSDP 2 shards `tensor`; without importing torch's `DTensor`, which takes seconds."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "full_tensor")
 
 
@@ -41,8 +41,8 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensors(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`full_tensor` of each, in few collectives: tensors sharded by rows (FSDP 2) are gathered together, one collective
-    per process group, device and dtype; any other tensor alone."""
+    """Apply `full_tensor` to all in few collectives: tensors sharded by rows (FSDP 2) are gathered together, in one
+    collective per process group, device and dtype; any other tensor alone."""
     wholes: list[torch.Tensor | None] = [None] * len(parameters)
     groups: dict[tuple, list[int]] = {}
     for number, parameter in enumerate(parameters):
@@ -59,7 +59,7 @@ def full_tensors(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _rows_shared_out(parameter: torch.Tensor) -> tuple[Any, int] | None:
-    """The device mesh and its dimension for a tensor sharded by rows; None for any other tensor."""
+    """Return the device mesh and its dimension for a tensor sharded by rows; None for any other tensor."""
     if not is_dtensor(parameter):
         return None
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -69,16 +69,16 @@ def _rows_shared_out(parameter: torch.Tensor) -> tuple[Any, int] | None:
     if len(shared) != 1 or parameter.ndim == 0:
         return None
     kind = parameter.placements[shared[0]]
-    # by type: a strided one is a Shard too, in another order
+    # exact type: a strided shard is a `Shard` too, in another order
     return (parameter.device_mesh, shared[0]) if type(kind) is Shard and kind.dim == 0 else None
 
 
 @torch.no_grad()
 def _gather_rows(parameters: Sequence[torch.Tensor], group: Any, ranks: int) -> list[torch.Tensor]:
-    """Gather tensors sharded by `ceil(rows / ranks)` consecutive rows per process, the last with the rest."""
+    """Gather tensors divided into `ceil(rows / ranks)` consecutive rows per process, the rest on the last one."""
     sizes = [
         (-(-p.shape[0] // ranks), p.shape[1:]) for p in parameters
-    ]  # rows of a whole part, and the rest of the shape
+    ]  # rows of a full part, and the other dimensions
     counts = [rows * rest.numel() for rows, rest in sizes]
     parts = [local_tensor(p).reshape(-1) for p in parameters]
     mine = torch.zeros(sum(counts), dtype=parts[0].dtype, device=parts[0].device)
@@ -95,14 +95,14 @@ def _gather_rows(parameters: Sequence[torch.Tensor], group: Any, ranks: int) -> 
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of it."""
+    """Return this process's part of a parameter, or all if it is not sharded."""
     tensor = parameter.detach()
     return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
 
 
 @torch.no_grad()
 def set_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write a whole tensor, known to every process, into a parameter or into this process's part of one."""
+    """Write a whole tensor, known to every process, into a parameter or into this process's part of it."""
     whole = whole.to(parameter.device, parameter.dtype)
     if is_dtensor(parameter):
         from torch.distributed.tensor import DTensor, distribute_tensor
@@ -113,7 +113,7 @@ def set_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters gathered by FSDP 2 for a forward without backward: the next one gathers their new values."""
+    """Free parameters that FSDP 2 gathered for a forward without backward: the next forward gathers new values."""
     for module in model.modules():
         # FSDPModule is slow to import, and hasattr on a module without the attribute slower than on its class
         if hasattr(type(module), "set_reshard_after_forward"):
@@ -121,7 +121,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether this process has only a part of it, by FSDP 2 or by ZeRO-3."""
+    """Whether this process has only a part of `parameter`, because of FSDP 2 or ZeRO-3."""
     return is_dtensor(parameter) or hasattr(parameter, "ds_id")
 
 
@@ -130,5 +130,5 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def text_tokenizer(processing_class: Any) -> Any:
-    """The tokenizer itself, or a processor's."""
+    """Return the tokenizer: `processing_class` itself, or the one in a processor."""
     return getattr(processing_class, "tokenizer", processing_class)

@@ -10,12 +10,12 @@ _OWN = {
     "temperature": "temperature", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
     "num_return_sequences": "num_generations", "n": "num_generations",
 }  # fmt: skip
-#: other keys, with the value that samples from the softmax of the logits
+#: keys without a TRL argument, with the value that samples from the softmax of the logits
 _OTHER_POLICY = {"do_sample": True, "num_beams": 1, "guidance_scale": 1, "penalty_alpha": 0}
 
 
 def check_generation(args: Any) -> None:
-    """Warn of `generation_kwargs`, an override of TRL's arguments, if they sample from another policy than scored."""
+    """Warn if `generation_kwargs`, which override TRL's arguments, sample from another policy than is scored."""
     planned = vars(args) | {"num_generations": 1}
     for name, value in (args.generation_kwargs or {}).items():
         own = _OWN.get(name)
@@ -23,18 +23,14 @@ def check_generation(args: Any) -> None:
         shorter = own == "max_completion_length" and value is not None and value < meant
         if name in {*_OWN, *_OTHER_POLICY} and value not in (None, meant) and not shorter:
             logger.warning(
-                "generation_kwargs={%r: %r} draws completions from another policy than the one they are planned and "
-                "scored with. %s.",
+                "generation_kwargs={%r: %r} samples completions from another policy than the one that TRL scores them "
+                "with. %s.",
                 *(name, value, f"Set {own} instead: it overrides {own}={vars(args)[own]!r}" if own else "Leave it out"),
             )
 
 
 def check_options(args: Any) -> None:
-    """Refuse combinations of options unsupported by all engines.
-
-    Raises:
-        `ValueError`: with a supported option.
-    """
+    """Raise `ValueError` for options that no engine supports together; the message has a supported option."""
     check_generation(args)
     if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
         raise ValueError(
@@ -64,11 +60,7 @@ _WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
 
 def check_engine(args: Any) -> None:
-    """Refuse arguments of a colocated engine that conflict with its trainer.
-
-    Raises:
-        `ValueError`: by name.
-    """
+    """Raise `ValueError` for arguments of a colocated engine that conflict with its trainer, by name."""
     chosen = args.vllm_engine_kwargs
     if args.vllm_mode != "colocate" or not chosen:
         return

@@ -1,4 +1,4 @@
-"""Phases of a training step: their durations (rollout, rewards, and the update as the rest), and the model's mode."""
+"""Measure the phases of a training step (rollout, rewards, the rest is the update), and set the model's mode."""
 
 import gc
 import time
@@ -16,7 +16,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str, counts: bool = True) -> Iterator[None]:
-        """Add the time of the block to `name`, also when it raises; with `counts=False` (evaluation) add nothing."""
+        """Add the block's time to phase `name`, also if it raises; with `counts=False` (evaluation) add nothing."""
         started, inner = time.perf_counter(), sum(self._seconds.values())
         try:
             yield
@@ -26,7 +26,7 @@ class PhaseTimer:
                 self._seconds[name] += time.perf_counter() - started - inner
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase, and start again from zero."""
+        """Return the seconds per phase, and start again from zero."""
         taken = self._seconds
         self._seconds = dict.fromkeys(taken, 0.0)
         return taken
@@ -34,7 +34,7 @@ class PhaseTimer:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; then restore each module's own flag, as parts may have been in evaluation mode before."""
+    """Context manager for evaluation mode. Restores each module's flag, as parts may have been in that mode before."""
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -46,7 +46,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Around an evaluation that casts the model in place (`bf16_full_eval`): restores its tensors afterwards."""
+    """Context manager for an evaluation that casts the model in place (`bf16_full_eval`): restores its tensors."""
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module._buffers, module._buffers.copy()) for module in model.modules()]
     try:
@@ -59,7 +59,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class Collector:
-    """Hide the objects of the first compilation from the garbage collector: scans took 0.3 to 1.2 s per rollout."""
+    """Hides the first compilation's objects from the garbage collector, which took 0.3 to 1.2 s per rollout to scan."""
 
     _frozen = False
 

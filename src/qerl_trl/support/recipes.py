@@ -1,26 +1,26 @@
-"""The package's example scripts, recipes, tasks and embedded models, and the parsing of recipes and tasks."""
+"""Find the package's scripts, recipes, tasks and embedded models, and read recipes and tasks."""
 
 from pathlib import Path
 from typing import Any, NoReturn
 
 OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
-#: YAML's tag of `<<`
+#: tag of `<<` in YAML
 _MERGE = "tag:yaml.org,2002:merge"
 
 
 def examples_folder() -> Path:
-    """Their location: in the wheel, or in a source checkout."""
+    """Return the folder of the examples, in the wheel or in a source checkout."""
     package = Path(__file__).resolve().parents[1]
     return folder if (folder := package / "examples").is_dir() else package.parents[1] / "examples"
 
 
 def config_file(name: str) -> Path:
-    """A recipe: a YAML file, or the shipped one of that name."""
+    """Find a recipe: a YAML file, or the shipped recipe of that name. Raises `ValueError` if there is none."""
     return _named(name, "configs", "--config")
 
 
 def task_file(name: str, recipe: Path | None = None) -> Path:
-    """A task: a YAML file, or the shipped one of that name. For a recipe's task, the recipe's folder comes first."""
+    """Find a task: a YAML file, or the shipped task of that name. A recipe's task is first sought in its folder."""
     if recipe is None:
         return _named(name, "tasks", "--task")
     beside = recipe.parent / name
@@ -28,7 +28,7 @@ def task_file(name: str, recipe: Path | None = None) -> Path:
 
 
 def accelerate_file(name: str) -> Path:
-    """A distributed setup: accelerate's YAML file, or the shipped one of that name."""
+    """Find a distributed setup: a YAML file of accelerate, or the shipped setup of that name."""
     return _named(name, "accelerate", "--accelerate_config")
 
 
@@ -44,7 +44,7 @@ def _named(name: str, kind: str, option: str, where: str = "") -> Path:
 
 
 def parser_of(kinds: Any, **options: Any) -> Any:
-    """TRL's parser of these dataclasses, with `ValueError` in place of usage text and exit."""
+    """Make TRL's parser for these dataclasses, which raises `ValueError` instead of printing usage and exiting."""
     from trl import TrlParser
 
     class Parser(TrlParser):
@@ -55,15 +55,11 @@ def parser_of(kinds: Any, **options: Any) -> Any:
 
 
 def contents(file: Path) -> dict[str, Any]:
-    """Names and values of a recipe or a task.
-
-    Raises:
-        `ValueError`: no YAML, a list or a text, or a repeated name.
-    """
+    """Read the names and values in a recipe or task. Raises `ValueError`: no YAML, no mapping, or a repeated name."""
     import yaml
 
     class Once(yaml.SafeLoader):
-        """Refuse repeated names; YAML's own loader silently takes the last one."""
+        """Loader that refuses repeated names; the standard loader silently takes the last value."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             lines: dict[str, int] = {}
@@ -71,7 +67,7 @@ def contents(file: Path) -> dict[str, Any]:
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     raise ValueError(
-                        f"{file} says {key.value} twice, in lines {lines[key.value]} and {line}. Remove one."
+                        f"{file} sets {key.value} twice, in lines {lines[key.value]} and {line}. Remove one."
                     )
                 lines[key.value] = line
             return super().construct_mapping(node, deep)
@@ -82,7 +78,7 @@ def contents(file: Path) -> dict[str, Any]:
         found, why = error, str(error)
     if found is not None and not isinstance(found, dict):
         raise ValueError(
-            f"{file} is no YAML of a run or a task: {why}. Write one `name: value` on each line; a value with a colon, "
-            "a brace or a bracket in it stands in quotes."
+            f"{file} is no YAML of a run or a task: {why}. Write one `name: value` on each line; put a value with a "
+            "colon, a brace or a bracket in quotes."
         )
     return found or {}

@@ -1,9 +1,9 @@
 """Keep secrets out of written and uploaded files.
 
-A secret is a value under a secret's name (an argument such as `hub_token`, an environment variable such as
-`WANDB_API_KEY`), the Hub token of this machine, or text in the form of one (`hf_...`, `user:password@` in a URL, a
-private key). Written files are masked ([`redact`], [`cleaned`]), uploads are searched ([`find`], [`find_in`]), and
-secrets in other arguments are refused ([`check_places`]). Messages name the secret and never show it.
+A secret is a value under a telling name (an argument such as `hub_token`, an environment variable such as
+`WANDB_API_KEY`), the Hub token of this machine, or text in the form of a secret (`hf_...`, `user:password@` in a URL,
+a private key). Written files are masked ([`redact`], [`cleaned`]), uploads are searched ([`find`], [`find_in`]), and
+secrets in other arguments are refused ([`check_places`]). Messages name the secret and never show its value.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 MASK = "<secret>"
-#: names of arguments, options and keys; `eos_token` and its like are none
+#: names of arguments, options and keys with a secret value; not `eos_token` and similar ones
 _ARGUMENT = (
     r"(?:(?:hub|hf|auth|use_auth|access|api|bearer|refresh|github|gitlab|wandb|server|session)_)?token"
     r"|(?:\w+_)?(?:api_?key|access_key|secret_key|private_key|password|passwd|secret|credentials?)"
@@ -25,13 +25,13 @@ _ARGUMENT_NAME = re.compile(_ARGUMENT, re.IGNORECASE)
 _VARIABLE_NAME = re.compile(
     r"(?:^|_)(?:\w*TOKEN|\w*KEY|\w*PASS(?:WORD|WD)?|CREDENTIALS?)(?:_\d+)?$|SECRET", re.IGNORECASE
 )
-#: variables with such names but no secret
+#: environment variables with such names that are no secrets
 _HARMLESS_VARIABLE = re.compile(
     r"(?:\w+_)?(?:(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK)_TOKEN|(?:CACHE|SORT|PRIMARY|PUBLIC)_?KEY)"
 )
-#: shorter values are no secrets, and would mask ordinary words
+#: least length of a secret (given, in the environment): shorter values would mask ordinary words
 _MIN_GIVEN, _MIN_VARIABLE = 8, 12
-#: kind -> substrings for a quick test, its form, the replacement
+#: kind -> substrings for a quick test, pattern, replacement
 _FORMS = {
     "a Hugging Face token": (["hf_", "api_org_"], re.compile(r"(?:hf_|api_org_)[A-Za-z0-9]{20,}"), MASK),
     "a GitHub token": (
@@ -61,19 +61,19 @@ _ASSIGNED = re.compile(r"""(?<![\w-])([\w-]++)((?:\\*["'])?\s*[:=]\s*\\*["'])([^
 #: weights have text only in their headers
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 _HEADER_BYTES = 1 << 20
-#: of nested arguments
+#: deepest nesting of arguments to search
 _DEPTH = 8
 _given: dict[str, str] = {}
 
 
 def remember(name: str, value: object) -> None:
-    """`value` was given as the argument `name`, which names a secret: mask it everywhere in this process."""
+    """Mask `value`, given as the argument `name` for a secret, everywhere in this process from now on."""
     if isinstance(value, str) and len(value := value.strip()) >= _MIN_GIVEN:
         _given[value] = name
 
 
 def known() -> dict[str, str]:
-    """Secrets of this process and machine -> descriptions, in words; longer ones first."""
+    """Return the secrets of this process and machine -> descriptions, the longest secret first."""
     from huggingface_hub import get_token
 
     found = {}
@@ -90,7 +90,7 @@ def known() -> dict[str, str]:
 
 
 def redact(text: str) -> str:
-    """`text` with every secret masked, also the value after `--hub_token` and its like."""
+    """Return `text` with every secret masked, also the value after `--hub_token` and similar options."""
     for secret in known():
         text = text.replace(secret, MASK)
     for signs, form, masked in _FORMS.values():
@@ -105,7 +105,7 @@ def _without_value(assigned: re.Match) -> str:
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line after [`redact`], also for `--hub_token` and its value as two words."""
+    """Apply [`redact`] to the words of a command line, also if `--hub_token` and its value are two words."""
     found: list[str] = []
     for word in words:
         follows = bool(found) and _OPTION.search(f"{found[-1]} x") is not None and "=" not in found[-1]
@@ -114,7 +114,7 @@ def redacted_words(words: Sequence[str]) -> list[str]:
 
 
 def cleaned(value: Any, mask: str | None = MASK) -> Any:
-    """A copy of dictionaries, lists and tuples with masked secrets, and `mask` for values under a secret's name."""
+    """Copy dictionaries, lists and tuples with secrets masked, and `mask` for values under a secret's name."""
     if isinstance(value, str):
         return redact(value) if type(value) is str else value
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def cleaned(value: Any, mask: str | None = MASK) -> Any:
 
 
 def find(text: str | bytes, is_json: bool = False) -> str | None:
-    """Name the secret in `text`; `None` if there is none. `is_json`: also look for secret names of keys."""
+    """Return what kind of secret `text` contains, or `None`. `is_json`: also look at the names of keys."""
     return _found(text, known()) or (_named_in_json(text) if is_json else None)
 
 
@@ -132,7 +132,7 @@ def _found(text: str | bytes, secrets: Mapping[str, str]) -> str | None:
         if (secret.encode() if isinstance(text, bytes) else secret) in text:  # type: ignore[operator]
             return name
     if isinstance(text, bytes):
-        text = text.decode("latin-1")  # any bytes; a form is ASCII
+        text = text.decode("latin-1")  # never fails; patterns are ASCII
     for name, (signs, form, _) in _FORMS.items():
         if any(sign in text for sign in signs) and form.search(text):
             return name
@@ -140,7 +140,7 @@ def _found(text: str | bytes, secrets: Mapping[str, str]) -> str | None:
 
 
 def _named_in_json(text: str | bytes) -> str | None:
-    """Parsed, because a vocabulary may have `token":` in it."""
+    """Find a key that names a secret, by parsing: a vocabulary may contain `token":`."""
     named: list[str] = []
 
     def look(pairs: list[tuple[str, Any]]) -> None:
@@ -154,16 +154,16 @@ def _named_in_json(text: str | bytes) -> str | None:
 
 
 def find_in(path: Path) -> str | None:
-    """As [`find`], for a file; of weights the first MiB."""
+    """Apply [`find`] to a file; of weights, to the first MiB."""
     with open(path, "rb") as file:
         return find(file.read(_HEADER_BYTES if path.suffix in _WEIGHTS else -1), path.suffix == ".json")
 
 
 def check_places(arguments: Mapping[str, Any]) -> None:
-    """Remember the secrets among `arguments`, and refuse one in an argument bound for files or logs.
+    """Remember the secrets among `arguments`, and refuse any in an argument that is written to files or logs.
 
     Raises:
-        `ValueError`: names the argument.
+        `ValueError`: such an argument contains a secret; the message names the argument.
     """
     texts = [(where, value, _names_secret(where.rpartition(".")[2], value)) for where, value in _texts(arguments)]
     for where, value, named in texts:
@@ -182,7 +182,7 @@ def check_places(arguments: Mapping[str, Any]) -> None:
 
 
 def _is_secret(name: object, value: object) -> bool:
-    """Whether `name` names a secret and `value` may be one: no short word, no placeholder."""
+    """Whether `name` names a secret and `value` may be a secret: no short word, no placeholder."""
     named = _names_secret(name, value) and "<" not in value  # type: ignore[operator]
     return named and len(value.strip()) >= _MIN_GIVEN  # type: ignore[attr-defined]
 
@@ -193,7 +193,7 @@ def _names_secret(name: object, value: object) -> bool:
 
 
 def _texts(value: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Dotted path -> every string and path inside containers and dataclasses."""
+    """Yield (dotted path, text) for every string and path inside containers and dataclasses."""
     if isinstance(value, (str, PurePath)):
         yield where, str(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _DEPTH:

@@ -1,7 +1,7 @@
 """A limit on the duration of a block: `with deadline(60, lambda: RolloutError("...")): ...`
 
-A watchdog thread interrupts the main thread by SIGALRM, repeatedly until the block has ended. It sets no interval
-timer, so code inside may (`signal.alarm`, as graders of mathematics do).
+A watchdog thread interrupts the main thread by SIGALRM, repeatedly until the block has ended. No interval timer is
+set, so code inside may set one (`signal.alarm`, as graders of mathematics do).
 """
 
 import signal
@@ -16,7 +16,7 @@ _AGAIN = 5.0
 
 @contextmanager
 def deadline(seconds: float | None, error: Callable[[], Exception]) -> Iterator[None]:
-    """Raise `error()` if the block takes longer than `seconds`, even if it catches the interruption. May be nested.
+    """Context manager: raises `error()` if the block exceeds `seconds`, even if it catches that. May be nested.
 
     Args:
         seconds: `None` or 0 for no limit. Only the main thread has a limit: Python runs signal handlers there only.
@@ -32,7 +32,7 @@ def deadline(seconds: float | None, error: Callable[[], Exception]) -> Iterator[
         if expired.is_set():
             if not ended.is_set():
                 raise error()
-        elif callable(before):  # another user's alarm
+        elif callable(before):  # someone else's handler
             before(number, frame)
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Members of TRL's `GRPOTrainer` and `RLOOTrainer` and their configs used by this package, for the type checker.
+"""Members of TRL's `GRPOTrainer`, `RLOOTrainer` and their configs that this package uses, for the type checker.
 
 `QeRLMixin` precedes either of them in the bases, so it cannot name one as its own base. For the type checker its base
 is [`OnlineTrainer`], compared with the real classes in `QeRLGRPOTrainer` and `QeRLRLOOTrainer`;

@@ -217,7 +217,7 @@ class RolloutState:
 
     @torch.no_grad()
     def differing(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names of dense layers, given as unsharded (N, K) weights, whose bits in vLLM differ."""
+        """Return the names of dense layers, given as unsharded (N, K) weights, with other bits in vLLM."""
         wrong = []
         for name, weight in weights.items():
             layer, shard = self.shards[name]
