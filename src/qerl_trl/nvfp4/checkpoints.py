@@ -139,8 +139,8 @@ class Selection:
         return dataclasses.replace(self, ignore=(*self.ignore, *entries))
 
     def is_quantized(self, name: str, columns: int) -> bool:
-        """True if the linear layer `name` with `columns` input features is NVFP4. Never true for output heads, and for a
-        number of columns that is no multiple of the block size.
+        """True if the linear layer `name` with `columns` input features is NVFP4. Never true for output heads, nor for
+        `columns` that are no multiple of the block size.
         """
         if name in DECODER.heads or matches_any(name, self.ignore) or self.is_fp8(name):
             return False

@@ -105,7 +105,7 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
             )
             raise RolloutError(
                 f"rollout_func returned {len(tokens)} completions and {len(shapes)} log-probabilities for "
-                f"{len(prompts)} prompts{first}. Return a completion per prompt and one number per token: value[0] of "
+                f"{len(prompts)} prompts{first}. Return a completion per prompt and a number per token: value[0] of "
                 "each list from vLLM."
             )
         return output

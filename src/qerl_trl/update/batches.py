@@ -38,7 +38,7 @@ def order_is_free(of: Any) -> bool:
     own token count (`"bnpo"`), entropy quantile, mean entropy, or load of experts.
 
     Args:
-        of: a trainer, or its settings. RLOO has only some of the fields; settings lack the use of experts.
+        of: a trainer, or its settings. RLOO has only some of the fields; settings do not show experts.
     """
     said = vars(of)
     own_entropies = said.get("top_entropy_quantile", 1.0) < 1.0 or said.get("entropy_coef", 0.0) != 0.0

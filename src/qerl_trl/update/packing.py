@@ -74,7 +74,7 @@ class Packing:
         if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
             return slow
         if trainer.args.neftune_noise_alpha:
-            return "neftune_noise_alpha scales noise by a row's length, which would be that of all sequences together"
+            return "neftune_noise_alpha draws noise scaled by a row's length, which would be that of all sequences"
         if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
             return "the adapter puts virtual tokens before each sequence"
         return next(filter(None, map(self._why_not, self._all_models())), None)

@@ -60,7 +60,7 @@ def broken_vllm(reason: BaseException | str) -> ImportError:
         reason = f"{type(reason).__name__}: {reason}"
     return ImportError(
         f"vLLM{version} is installed and cannot be imported ({reason.strip()}).{wanted} torch "
-        f"{importlib.metadata.version('torch')} is installed. Install both: pip install --force-reinstall "
+        f"{importlib.metadata.version('torch')} is installed. Install both again: pip install --force-reinstall "
         f"{again}, which brings its torch. To train without vLLM: pip uninstall vllm, use_vllm=False."
     )
 

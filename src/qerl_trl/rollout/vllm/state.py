@@ -146,7 +146,7 @@ class RolloutState:
             problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
             for name, weight in norms.items():
                 if weight.shape != (own := self.norms[name].weight.shape):
-                    problems.append(f"{name} is {tuple(weight.shape)}, in vLLM {tuple(own)}")
+                    problems.append(f"{name} has shape {tuple(weight.shape)}, in vLLM {tuple(own)}")
         found: dict[str, int] = {}
         if not problems:
             parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
