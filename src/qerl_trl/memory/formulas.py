@@ -1,8 +1,8 @@
 """Bytes of a run on its GPU, as functions of the model's shape and the workload.
 
 The model class is built on the meta device, so all counts (quantized layers, widths) come from the model itself. M:
-tokens of one backward pass (`Workload.tokens`), C: completion tokens among them, h: hidden width, f: the MLP's, V:
-vocabulary, q, kv: the attention's widths, T: longest prompt plus longest completion. A bf16 number has 2 bytes.
+tokens of one backward pass (`Workload.tokens`), C: completion tokens among them, h: hidden width, f: MLP width, V:
+vocabulary, q, kv: attention widths, T: longest prompt plus longest completion. A bf16 number has 2 bytes.
 `benchmarks/memory.py` compares the sums with measurements on a GPU.
 """
 

@@ -73,7 +73,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         compiled=args.compile_layers is not False and compiled_layers.reason_against(trainer) is None,
         fused=args.fused_lora and lora_linear.fuses_all(model),
         delta_kernels=is_flash_linear_attention_available(),
-        # experts' load is counted, of each completion's own prompt too
+        # the load of experts counts each completion's prompt
         generations=1 if trainer.aux_loss_enabled else work.generations,
     )
     if trainer.is_deepspeed_enabled:

@@ -171,7 +171,7 @@ def workload_of(
     """Read each process's workload from a `QeRLConfig`; fields of model and device default to `on_a_gpu`.
 
     Args:
-        lora_rank, lora_dropout, dtype_bytes, attention: the model's, not in the configuration.
+        lora_rank, lora_dropout, dtype_bytes, attention: of the model; the configuration lacks them.
     """
     fast = on_a_gpu(args.base_format)
     engine = args.vllm_engine_kwargs or {}
@@ -345,7 +345,7 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
 
 
 def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
-    """Bytes per unquantized number. Default dtypes: bf16 for an adapter's base, float32 for a trained model."""
+    """Return the bytes per unquantized number; by default bf16 for an adapter's base, float32 for a trained model."""
     if dtype is None or dtype == "auto":
         return 4 if base_format == "full" and dtype is None else 2
     return 4 if "32" in str(dtype) else 2

@@ -66,7 +66,7 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
 
 
 def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> set[str]:
-    """Names of the norms that fed a linear layer in one forward."""
+    """Return the names of the norms that fed a linear layer in one forward."""
     head = model.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
     source: dict[int, str] = {}

@@ -12,7 +12,7 @@ stages in all, the silent one included, and the last one at sigma_end. Implement
     stage k = step * K // total_steps, progress u = (k - 1) / (K - 2), sigma = shape(u), shape(0), shape(1) = start, end
 
 so `exponential` reproduces the released script number for number, from the first to the last value in the paper's
-tables. The paper only names the other shapes; their formulas are ours (see each class).
+tables. The paper only names the other shapes, without formulas; see each class.
 
 A schedule is a pure function of step, run length and logged history: a resumed run follows the same curve.
 """

@@ -2,7 +2,7 @@
 
 vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is
 row-major and not swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers
-can be slices of vLLM's.
+can be slices of vLLM's layers.
 """
 
 from collections.abc import Iterator

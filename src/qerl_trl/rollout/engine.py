@@ -77,7 +77,7 @@ def word_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> str:
-    """Fingerprint of the trainer's adapter and trained norms."""
+    """Return the fingerprint of the trainer's adapter and trained norms."""
     halves = []
     for name, t in adapter.items():
         halves += [(f"a:{name}*{t.scaling}", t.a), (f"b:{name}*{t.scaling}", t.b)]
@@ -97,7 +97,7 @@ class Update:
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the tensors with NaN or infinity; one device sync."""
+    """Return the names of the tensors with NaN or infinity; one device sync."""
     found = [(name, tensor.detach()) for name, tensor in named]
     finite = all_finite([tensor for _, tensor in found]).tolist() if found else []
     return [name for (name, _), good in zip(found, finite, strict=True) if not good]
@@ -241,7 +241,7 @@ _AT_ONCE = 2**24
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of a tensor's elements read as integers, a scalar int64 on its device. Zero padding adds 0."""
+    """Return the sum of a tensor's elements read as integers, a scalar int64 on its device. Zero padding adds 0."""
     tensor = tensor.detach()
     if tensor.element_size() == 1 and tensor.is_contiguous() and tensor.numel() % 4 == 0:
         tensor = tensor.view(-1).view(torch.int32)  # a quarter of the additions
@@ -269,7 +269,7 @@ def launch_each(dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def all_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`bits` of each tensor, (count,) int64 on the device of the first."""
+    """Return `bits` of each tensor, (count,) int64 on the device of the first."""
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
     device = tensors[0].device
@@ -297,7 +297,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def largest_magnitude(tensors: Sequence[torch.Tensor]) -> float | None:
-    """Largest magnitude in float tensors, NaN if any is NaN; None if it needs more than one launch. One device sync."""
+    """Return the largest magnitude in float tensors, NaN if any is NaN; None if one launch cannot do it. One sync."""
     if not (tensors and tensors[0].is_cuda and _launches()):
         return None
     if any(hasattr(kind, "to_local") for kind in {type(t) for t in tensors}):

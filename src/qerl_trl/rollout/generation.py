@@ -191,7 +191,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         return ServerEngine(url, self.spec, self.model, self.server_timeout)
 
     def _compute_dtype(self) -> torch.dtype:
-        """The trainer's compute dtype: 16 bits for float32 weights under autocast."""
+        """Return the trainer's compute dtype: 16 bits for float32 weights under autocast."""
         args = self.trainer.args
         if isinstance(self.trained, TrainedWeights) and (args.bf16 or args.fp16):
             return torch.bfloat16 if args.bf16 else torch.float16
@@ -313,7 +313,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1, whole: bool = False) -> Iterator[None]:
-        """Keep the engine awake with current weights and the noise of `draw` (default: `trainer.aqn`'s).
+        """Keep the engine awake with current weights and the noise of `draw` (default: `trainer.aqn.draw`).
 
         Re-entrant: the inner block keeps the outer time limit, leaves the engine awake, and restores the outer noise.
 

@@ -92,7 +92,7 @@ def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, 
 def of_logps(
     trainer: OnlineTrainer, trained: torch.Tensor | None, sampled: torch.Tensor, mask: torch.Tensor
 ) -> Mismatch:
-    """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes."""
+    """Compute the [`Mismatch`] from log-probabilities (B, T) of sampled tokens, over all processes."""
     known = mask & sampled.isfinite()
     logps = sampled.double().where(known, 0.0)
     d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
@@ -318,7 +318,7 @@ def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor 
 def _behaviour_logps(
     trainer: OnlineTrainer, prompts: list[list[int]], completions: list[list[int]]
 ) -> list[list[float]]:
-    """Log-probabilities of each completion's tokens under the current model, batched as by TRL."""
+    """Compute log-probabilities of each completion's tokens under the current model, batched as by TRL."""
     device, padding = trainer.accelerator.device, trainer._tokenizer.pad_token_id
     multiple = trainer.pad_to_multiple_of
 

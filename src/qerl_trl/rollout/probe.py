@@ -150,7 +150,7 @@ class Probe:
 
     @contextlib.contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Evaluation mode and decoded weights, once: a walk through a large model's modules takes half a forward."""
+        """Set evaluation mode and decoded weights once: a walk through a large model's modules takes half a forward."""
         with torch.no_grad(), evaluation_mode(self.model), decoded_weights(self.model):
             yield
 
@@ -279,7 +279,7 @@ class Probe:
             return self._score(completions, exact)
 
     def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
-        """The trainer's log-probabilities of completions: (prompts, new tokens). `exact`: in [`other_arithmetic`]."""
+        """Compute the trainer's log-probabilities, (prompts, new tokens). `exact`: use [`other_arithmetic`]."""
         rows = [p + c.tokens for p, c in zip(self.prompts, completions, strict=True)]
         ids = torch.tensor(rows, device=self.device)
         inner: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
@@ -295,7 +295,7 @@ class Probe:
 
 
 def _logps(completions: list[Completion]) -> torch.Tensor:
-    """The engine's log-probabilities, (prompts, new tokens)."""
+    """Return the engine's log-probabilities, (prompts, new tokens)."""
     return torch.tensor([completion.logps for completion in completions])
 
 

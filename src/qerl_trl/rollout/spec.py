@@ -189,12 +189,12 @@ def _held_as(model: nn.Module) -> str:
 
 
 def active_adapter(model: nn.Module) -> str:
-    """Name of the trained adapter."""
+    """Return the name of the trained adapter."""
     return cast(PeftModel, model).active_adapters[0]
 
 
 def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Layers with the active adapter, by canonical name."""
+    """Return the layers with the active adapter, by canonical name."""
     adapter = active_adapter(model)
     return {canonical_name(n): layer for n, layer in adapted_layers(model).items() if adapter in layer.lora_A}
 
@@ -244,7 +244,7 @@ def check_vocabulary(model: nn.Module) -> None:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """All linear layers of a model, packed or dense, with or without adapter, by canonical name."""
+    """Return all linear layers of a model, packed or dense, with or without adapter, by canonical name."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {canonical_name(name): module for name, module in found.items() if ".lora_" not in name}
 
@@ -268,7 +268,7 @@ def adapter_buffers(model: nn.Module) -> dict[str, Any]:
 
 
 def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Trained norms (`modules_to_save`), by canonical name."""
+    """Return the trained norms (`modules_to_save`), by canonical name."""
     adapter, norms = active_adapter(model), {}
     for name, module in model.named_modules():
         wrapped = isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim == 1

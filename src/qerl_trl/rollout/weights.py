@@ -34,7 +34,7 @@ class Trained(ABC):
 
     @abstractmethod
     def parameters(self) -> list[torch.Tensor]:
-        """All trained tensors, with their current values."""
+        """Return all trained tensors, with their current values."""
 
     @abstractmethod
     def put(
@@ -207,7 +207,7 @@ class UpdateLayout:
     @classmethod
     @functools.lru_cache(maxsize=1)
     def parse(cls, text: str) -> "UpdateLayout":
-        """Inverse of `text`, cached: all updates of one trainer have the same layout."""
+        """Undo `text`. Cached, as all updates of one trainer have the same layout."""
         return cls(tuple((kind, name, dtype, tuple(shape)) for kind, name, dtype, shape in json.loads(text)))
 
     @cached_property

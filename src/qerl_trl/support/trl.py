@@ -1,6 +1,6 @@
-"""Members of TRL's `GRPOTrainer`, `RLOOTrainer` and their configs that this package uses, for the type checker.
+"""Declare the members of TRL's `GRPOTrainer`, `RLOOTrainer` and configs that this package uses, for type checkers.
 
-`QeRLMixin` precedes either of them in the bases, so it cannot name one as its own base. For the type checker its base
+`QeRLMixin` precedes either of them in the bases, so it cannot name one as its base. For the type checker its base
 is [`OnlineTrainer`], compared with the real classes in `QeRLGRPOTrainer` and `QeRLRLOOTrainer`;
 `tests/test_contracts.py` compares the rest. At run time it is `object`. [`OnlineConfig`]: the same for `QeRLArguments`.
 """
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         state: TrainerState
         control: TrainerControl
         is_fsdp_enabled: bool
-        hub_model_id: Any  # transformers assigns None before it knows the name
-        push_in_progress: Any  # the same
+        hub_model_id: Any  # None until transformers knows the name
+        push_in_progress: Any  # None at first, too
         reward_funcs: Any
         reward_func_names: Any
         reward_weights: torch.Tensor
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
         use_vllm: bool
         pad_to_multiple_of: Any
         _tokenizer: Any
-        base_sha256: str | None  # our own, set by QeRLMixin
-        memory_plan: Any  # the same: a MemoryPlan, or None
-        _padded_logps: Any  # the same: TRL's own `_get_per_token_logps_and_entropies`
+        base_sha256: str | None  # set by QeRLMixin
+        memory_plan: Any  # set by QeRLMixin: a MemoryPlan, or None
+        _padded_logps: Any  # set by QeRLMixin: TRL's `_get_per_token_logps_and_entropies`
         #: prompt and completion in tokens, by `plan_trainer`; None if no prompt was counted
         longest_sequence: int | None
-        given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler given by the user
+        given_optimizers: dict[str, str]  # set by QeRLMixin: the user's classes of optimizer and scheduler
         optimizer: Any
         lr_scheduler: Any
         processing_class: Any
-        eos_token_ids: list[int]  # of GRPO; ours for RLOO (sampling.settle_ends)
+        eos_token_ids: list[int]  # in GRPO; for RLOO set by sampling.settle_ends
         _metrics: dict[str, defaultdict[Any, list[Any]]]
         _logs: dict[str, Any]
 
         def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
         @property
-        def sources(self) -> dict[str, dict[str, str]]: ...  # ours: digests of the user's functions
+        def sources(self) -> dict[str, dict[str, str]]: ...  # of QeRLMixin: digests of the user's functions
         def _generate(self, prompts: list) -> Any: ...
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Any: ...
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]: ...

@@ -61,7 +61,7 @@ def deal(batches: list[dict[str, Any]], per_step: int) -> list[dict[str, Any]]:
     """Redistribute a rollout's completions over the micro-batches of each optimizer step.
 
     Args:
-        batches: TRL's, each a dictionary of tensors and lists with one entry per completion, or one value for all.
+        batches: from TRL, each a dictionary of tensors and lists with one entry per completion, or one value for all.
         per_step: micro-batches per optimizer step. Unchanged if [`optimizer_steps`] is empty.
     """
     steps = optimizer_steps(batches, per_step)

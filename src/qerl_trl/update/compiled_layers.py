@@ -128,12 +128,12 @@ def _without_checkpoint(forward: Callable) -> Callable:
 
 
 class _Forward:
-    """Runs a module's compiled function or its own forward. Copies and pickles get the module's own forward."""
+    """Runs a module's compiled function or its own forward. Copies and pickles get the latter."""
 
     def __init__(self, owner: CompiledLayers, module: nn.Module, function: LayerFunction, left: bool) -> None:
         self.owner, self.module, self.function, self.left = owner, module, function, left
         self.own = type(module).forward
-        self.checkpoints = self.own is not function.eager  # itself, if transformers' switch is on
+        self.checkpoints = self.own is not function.eager  # if transformers' switch is on
         self.is_norm = module is owner.norm
         self.recomputes = False
         self.parts = [part for part in module.modules() if not any(part.children())]
@@ -324,7 +324,7 @@ def _taking_turns(same: str, what: str) -> AbstractContextManager:
 
 
 def _padded(batch: int, length: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Make inputs of a decoder for each graph: a mask size not divisible by 16 may need one of its own."""
+    """Make inputs of a decoder for each graph: mask sizes not divisible by 16 may need another graph."""
     made, half = [], max(32, length // 32 * 16)
     for tokens in (max(32, length // 16 * 16), max(32, length // 16 * 16) - 8, half, half - 8):
         ids = torch.ones(batch, tokens, dtype=torch.long, device=device)

@@ -101,7 +101,7 @@ def _random_states(args: Any, kwargs: Any) -> list[tuple[Callable, Callable, tor
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in nested mappings, tuples and lists, in order."""
+    """List all tensors in nested mappings, tuples and lists, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -112,17 +112,17 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model, without wrappers: DDP, DeepSpeed, PEFT."""
+    """Return the transformers model without wrappers: DDP, DeepSpeed, PEFT."""
     inner = unwrap(model)
     return inner if isinstance(inner, PreTrainedModel) else cast(Any, inner).get_base_model()
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """A model's text part, without towers of other modalities."""
+    """Return a model's text part, without towers of other modalities."""
     return base_of(model).get_decoder()
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The checkpointable layers of a model's text part, the first one first; [] without such a list."""
+    """Return the checkpointable layers of a model's text part, in forward order; [] without such a list."""
     lists = [child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)]
     return [layer for part in lists for layer in part if isinstance(layer, GradientCheckpointingLayer)]

@@ -121,7 +121,7 @@ class OnePass:
 
     @contextmanager
     def own(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Around TRL's `_compute_loss` of a micro-batch: yields the inputs of the loss, with any importance ratios.
+        """Context manager around TRL's `_compute_loss`: yields a micro-batch's inputs, with any importance ratios.
 
         Raises:
             `RuntimeError`: rollout and trainer log-probabilities differ too much (`rollout/mismatch.py`); raised at the

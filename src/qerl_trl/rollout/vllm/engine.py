@@ -112,7 +112,7 @@ class InProcessEngine(Engine):
         if sleeps and share:
             use_kv_only_sleep(self.llm)
         known = set(map(canonical_name, dict(model.named_modules())))
-        quantization: Any = self.llm.llm_engine.vllm_config.quant_config  # ours
+        quantization: Any = self.llm.llm_engine.vllm_config.quant_config  # QeRLQuantizationConfig
         self.state = RolloutState(engine_model(self.llm), quantization.renaming, known)
 
     @property
@@ -187,7 +187,7 @@ class InProcessEngine(Engine):
 
 
 def engine_model(llm: LLM) -> nn.Module:
-    """vLLM's model in this process."""
+    """Return vLLM's model in this process."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
 
 

@@ -63,7 +63,7 @@ def _dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: 
 
 
 def add_adapter_(y_MN: Tensor, x_MK: Tensor, lora_a: Tensor, lora_b: Tensor, splits: list[int]) -> Tensor:
-    """y += (x A^T) B^T, shard by shard, in place."""
+    """Compute y += (x A^T) B^T, shard by shard, in place."""
     rank, column = lora_b.shape[1], 0
     down_MR = F.linear(x_MK, lora_a)
     for shard, width in enumerate(splits):
@@ -117,7 +117,7 @@ class AdaptedMethod(LinearMethodBase):
         weight_loader: Loader = None,
         **extra: Any,
     ) -> None:
-        """vLLM's hook: create the adapter's buffers and the method's weights."""
+        """Create the adapter's buffers and the method's weights; a hook that vLLM calls."""
         self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
         self._create(layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader)
 
@@ -358,7 +358,7 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
         set_weight_attrs(weight, extra)
 
     def process_weights_after_loading(self, layer: Layer) -> None:
-        """No-op: the CPU backend's packed copy would miss updates."""
+        """Do nothing: the packed copy that vLLM makes for a CPU would miss updates."""
 
     def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:

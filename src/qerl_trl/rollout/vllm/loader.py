@@ -35,7 +35,7 @@ LOAD_FORMAT = "qerl_trainer"
 
 
 def base_model(model: Any) -> nn.Module:
-    """The transformers model inside PEFT's wrapper."""
+    """Return the transformers model inside PEFT's wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
@@ -57,7 +57,7 @@ class Published:
             self.modules[clean] = module
 
     def module(self, name: str) -> Any:
-        """The trainer's layer. Raises `ValueError` if there is none."""
+        """Return the trainer's layer `name`. Raises `ValueError` if there is none."""
         if not name or name not in self.modules:
             raise ValueError(
                 f"vLLM's {get_current_vllm_config().model_config.architecture} has a layer {name!r} that the trainer's "
@@ -114,7 +114,7 @@ def publish(model: nn.Module | None, alias: bool = True) -> None:
 
 
 def published_for_current_engine() -> Published | None:
-    """The trainer's model, if the engine under construction loads from it."""
+    """Return the trainer's model if the engine under construction loads from it, else None."""
     if get_current_vllm_config().load_config.load_format != LOAD_FORMAT:
         return None
     return _require_published()
@@ -229,7 +229,7 @@ Mapper = Any
 
 @dataclass
 class Renaming:
-    """Translation of an engine's layer names to transformers': the mappers of its model classes, outermost first.
+    """Translates an engine's layer names to transformers' names by the mappers of its model classes, outermost first.
     vLLM fuses layers and renames modules; ignore lists, adapters and the trainer use transformers' names. No inverse,
     since an entry of an ignore list may be a pattern."""
 

@@ -41,7 +41,7 @@ class NoisyRMSNorm(RMSNorm):
                 expect_norm(self, torch.get_default_dtype())
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """Plain PyTorch, which torch.compile fuses with its neighbours."""
+        """Compute in plain PyTorch, which torch.compile fuses with neighbouring operations."""
         if not self.noisy:
             return super().forward_native(x, residual)
         if residual is not None:

@@ -288,7 +288,7 @@ class RolloutState:
         return float((self._gather() - self._clean).square().mean().sqrt())
 
     def _gather(self) -> torch.Tensor:
-        """A copy of the noisy norms' current weights, concatenated: (sum of sizes,) float32."""
+        """Copy the noisy norms' current weights, concatenated: (sum of sizes,) float32."""
         return torch.cat([weight.flatten() for weight in self._weights()]).float()
 
     def _weights(self) -> list[torch.Tensor]:

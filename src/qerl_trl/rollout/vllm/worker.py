@@ -27,7 +27,7 @@ from ..weights import SharedMemory, UpdateLayout, WeightSummary, checksum_of, su
 from .linear import DenseMethod
 from .state import RolloutState
 
-logger = logging.getLogger("uvicorn.error")  # vLLM does not show ours
+logger = logging.getLogger("uvicorn.error")  # vLLM does not show `qerl_trl` loggers
 
 
 def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
@@ -56,13 +56,13 @@ class QeRLWorkerExtension:
 
     def _qerl_state(self) -> RolloutState:
         if self._qerl_rollout_state is None:
-            quantization: Any = self.vllm_config.quant_config  # ours
+            quantization: Any = self.vllm_config.quant_config  # QeRLQuantizationConfig
             self._qerl_rollout_state = RolloutState(self.model_runner.get_model(), quantization.renaming)
         return self._qerl_rollout_state
 
     @_answers
     def qerl_describe(self, name: str) -> dict:
-        """[`describe`] this rank, without an earlier run's noise; `same_host`: it can open the shared memory `name`."""
+        """[`describe`] this rank, after clearing old noise; `same_host`: it can open the shared memory `name`."""
         if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
             raise ValueError(
                 f"--data-parallel-size {engines} makes {engines} engines, and vLLM answers for the first only, so an "
