@@ -143,8 +143,8 @@ class CheckpointEngine:
         same_tokens = list(with_adapter.token_ids) == list(without.token_ids)
         if same_tokens and with_adapter.cumulative_logprob == without.cumulative_logprob:
             raise RuntimeError(
-                "The adapter is not applied: vLLM gives the same log-probabilities with and without it. Check that it was "
-                "trained (B is not zero), or evaluate its merge (qerl-trl merge)."
+                "The adapter is not applied: vLLM gives the same log-probabilities with and without it. Check that it "
+                "was trained (B is not zero), or evaluate its merge (qerl-trl merge)."
             )
 
     def chat(
