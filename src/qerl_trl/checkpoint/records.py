@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # no torch for comparing runs, no PEFT for `qerl-trl quantize
 
 #: the file of a card's facts, next to the card
 FACTS_NAME = "qerl_card.json"
-#: a run's own measurements, in its folder
+#: file in a run's folder with its measurements
 RESULTS_NAME = "results.json"
-#: its measurements before training
+#: file in a run's folder with its measurements before training
 BEFORE_NAME = "before.json"
 #: results of `qerl-trl eval` in a model's folder
 EVALUATIONS = "eval-*.json"
@@ -126,7 +126,7 @@ class ExportBase(TypedDict):
 
 
 class Export(ExportBase, total=False):
-    """Content and source of an export, without local paths. The manifest's `run`; equal records are the same export."""
+    """Content and source of an export, without local paths: `run` in its manifest. Equal records mean equal exports."""
 
     base_model: str | None  # the adapter's base, as given by the user
     auto_map: dict[str, Any]  # location of a model's custom code
@@ -153,7 +153,7 @@ class QuantizedLayer(TypedDict):
 
 
 class QuantizedNote(TypedDict, total=False):
-    """Notes on tensors while a checkpoint is quantized: a fused group's, or a dense one's, without `layers`."""
+    """Notes on tensors while a checkpoint is quantized: of a fused group, or (without `layers`) a dense tensor."""
 
     rows: list["FingerprintRow"]  # lists, when read back
     layers: list[QuantizedLayer]
@@ -246,7 +246,7 @@ class RunResults(Results, total=False):
 
 
 class Evaluation(TypedDict, total=False):
-    """A benchmark's result: a part of one of `EVALUATIONS`."""
+    """A benchmark's result: a part of a file of `EVALUATIONS`."""
 
     name: str
     task: str
@@ -287,7 +287,7 @@ _PACKAGES = "qerl-trl trl transformers peft accelerate torch triton vllm vllm-cp
 
 
 def public_name(model: str) -> str:
-    """A Hub id (or any other name) unchanged; a path shortened to its last part, since paths are private."""
+    """Return a Hub id or other name unchanged, and of a path only its last part, since paths are private."""
     return Path(model).name if os.path.exists(model) or os.path.isabs(model) else model
 
 
@@ -305,13 +305,13 @@ def _version(name: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of Python and the packages with an effect on results."""
+    """Return the installed versions of Python and the packages with an effect on results."""
     known = {name: _version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **{name: version for name, version in known.items() if version}}
 
 
 def device_name(device: "torch.device") -> str:
-    """Human-readable device: the GPU's name and memory, or the CPU and its thread count."""
+    """Describe a device: the GPU's name and memory, or the CPU and its thread count."""
     import torch
 
     if device.type == "cuda":
@@ -322,5 +322,5 @@ def device_name(device: "torch.device") -> str:
 
 
 def hardware(args: Any) -> str:
-    """A run's hardware: the device of this process, and the number of processes."""
+    """Describe a run's hardware: the device of this process, and the number of processes."""
     return device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")

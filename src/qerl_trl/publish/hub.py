@@ -29,7 +29,7 @@ from .outgoing import Content, HubError
 
 logger = logging.getLogger(__name__)
 
-#: HTTP errors without an answer too: httpx's, from huggingface_hub 2 on httpx2's
+#: base of all HTTP errors, also without an answer: of httpx, from huggingface_hub 2 on of httpx2
 _HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 _FAILED = (HfHubHTTPError, _HTTPError, OSError, RuntimeError)
 #: files created by the Hub in a new repository
@@ -229,7 +229,7 @@ def _publish(
     force: bool = False,
     further: Content | None = None,
 ) -> str:
-    """Single exit of all uploads, with a card. `look` may raise before the repository is created."""
+    """Upload `files` with a card; all uploads end here. `look` may raise before the repository is created."""
     outgoing.check({**files, **(further or {})})
     outgoing.check_words(repo_id, revision, message)
     api, manifest = _announced(repo_id, private, token, notify), seal.read_manifest(folder)
@@ -256,7 +256,7 @@ def _publish(
 
 
 def _files(folder: Path, notify: Callable[[str], None]) -> Content:
-    """Files of a sealed folder to upload; the others are listed to `notify`."""
+    """Return the files of a sealed folder to upload; `notify` gets the names of the others."""
     files, left = outgoing.files_of(folder, seal.read_manifest(folder)["files"])
     if left:
         more = ", ..." if left[10:] else ""
@@ -265,21 +265,21 @@ def _files(folder: Path, notify: Callable[[str], None]) -> Content:
 
 
 def _require_whole(folder: Path, export: bool = False) -> None:
-    """Refuse a folder changed since it was sealed, or for an `export` a run's."""
+    """Refuse a folder changed since it was sealed; for an `export`, also a run's folder."""
     wrong = seal.problems(folder)
     if export and not wrong and "kind" not in seal.recorded_run(folder):
         wrong = [f"its {seal.MANIFEST_NAME} is of a run"]
     if wrong:
         raise ValueError(
             f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint, or export it: qerl-trl merge, "
-            "qerl-trl quantize, or of a run qerl-trl push adapter <run> <user/name>."
+            "qerl-trl quantize, or for a run qerl-trl push adapter <run> <user/name>."
         )
 
 
 def _compare(
     api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None
 ) -> tuple[list[str], str]:
-    """(files of an earlier push to delete, other kind of content in the repository)"""
+    """Return (files of an earlier push to delete, other kind of content in the repository)."""
     present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
     if not present - _HUB_FILES:
         return [], ""
@@ -303,7 +303,7 @@ def require_hub_base(base: str) -> None:
 
 
 def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
-    """adapter_config.json with a base that others can load."""
+    """Return adapter_config.json naming `base_model`, if given. Refuses a base that others cannot load."""
     config = json.loads((folder / "adapter_config.json").read_text())
     require_hub_base(base_model or config.get("base_model_name_or_path") or "")
     if base_model is None:
@@ -323,7 +323,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         theirs = seal.recorded_run(Path(path).parent)
         known = theirs.get("settings", {}).get("base_sha256")
         if theirs.get("kind") in MERGED_KINDS:
-            wrong = "holds a merged model: the adapter would be added to what has one in it already"
+            wrong = "holds a merged model, which contains an adapter already"
         elif then is not None and known not in (None, then):
             other = f"other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
             wrong = f"holds a base with {other}"
@@ -334,15 +334,15 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
     if wrong and not allowed:
         raise ValueError(
             f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push "
-            "base base user/name) and name that one. To name this one all the same: allow_other_base=True "
+            "base base user/name) and name that one. To use this one anyway: allow_other_base=True "
             "(--allow-other-base)."
         )
     if wrong:
-        return f"{base_model} {wrong}. It is named all the same, as allowed."
+        return f"{base_model} {wrong}. It is used anyway, as allowed."
     if revision is not None or (then is not None and known == then):
         return None
     trained_on = f"those the adapter was trained on{f' (fingerprint {then[:12]})' if then else ''}"
-    return f"Nothing on the Hub says which weights {base_model} holds: that they are {trained_on} is taken on trust."
+    return f"The Hub has no record of the weights in {base_model}: that they are {trained_on} is not verified."
 
 
 def _stored_packed(api: HfApi, base: str) -> bool | None:
@@ -399,7 +399,7 @@ class Destination:
         if not Path(folder, seal.MANIFEST_NAME).is_file():
             return error
         return HubError(
-            f"{error} What is saved in {folder} is published, without training again, by: {self.command(folder)}"
+            f"{error} Publish the saved folder {folder}, without training again, with: {self.command(folder)}"
         )
 
 

@@ -2,8 +2,8 @@
 
 *Jobs* describe a checkpoint of any size: their tensors' names, dtypes and shapes are known before the values. So every
 file's header is written first, and each tensor goes straight to its place in the file, from any thread and in any
-order; only tensors in work are in memory. A complete shard gets its final name; a killed run continues with the missing
-shards.
+order; memory has only the tensors being computed. A complete shard gets its final name; a killed run continues with the
+missing shards.
 """
 
 import fcntl
@@ -122,7 +122,7 @@ def _run(missing: "list[_Shard]", workers: int) -> None:
 
 
 class _Shard:
-    """A file being written: opened by its first job, published by its last."""
+    """A file being written: its first job opens it, its last gives it its final name."""
 
     def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
         self.path, self.jobs, self.progress = path, jobs, progress
@@ -219,8 +219,7 @@ def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> 
     read, written = Path(source).resolve(), Path(destination).resolve()
     if read.is_dir() and read.is_relative_to(written):
         raise ValueError(
-            f"{destination} is, or holds, {source}, from which it would be made and which would be removed in its "
-            "place. Name another folder."
+            f"{destination} is, or contains, {source}: the source of this export would be removed. Name another folder."
         )
 
 
@@ -317,7 +316,7 @@ def leave_code_out(config: Any) -> None:
 
 
 def naming_repository(entries: dict[str, Any], repo: str) -> dict[str, Any]:
-    """An auto_map with files of the repository `repo`."""
+    """Return an auto_map that names its files in the repository `repo`."""
 
     def of_repo(name: Any) -> Any:
         if isinstance(name, (list, tuple)):
