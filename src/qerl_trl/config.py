@@ -145,7 +145,7 @@ class QeRLArguments(OnlineConfig):
             the run when it exceeds 10 times the value in 3 consecutive rollouts. A tenth of both limits applies to
             `rollout/logp_gap` and the KL without noise, both ideally zero. `None` disables the check.
         rollout_timeout (`float`, *optional*, defaults to `3600`):
-            Seconds after which a rollout with vLLM, its tools and environments included, ends the run. 0: no limit.
+            Seconds after which an unfinished rollout with vLLM, tools included, ends the run. 0: no limit.
         rollout_probe (`str`, *optional*, defaults to `"warn"`):
             At start, compare vLLM and the trainer on prompts of the run: without adapter, with a probe adapter, under
             noise. On disagreement `"refuse"` ends the run, `"warn"` (or an undecided result) logs it; `"off"` skips it.
@@ -164,8 +164,8 @@ class QeRLArguments(OnlineConfig):
         > Update
 
         padding_free (`bool`, *optional*):
-            Compute the update on a packed row of tokens, a shared prompt once; losses and micro-batches stay TRL's. By
-            default if the model and the GPU support it; `True` requires it, `False` pads as TRL does.
+            Compute the update on a packed row of tokens, a shared prompt once; losses and micro-batches as in TRL. By
+            default on if the model and the GPU support it; `True` requires it, `False` pads as TRL does.
         compile_layers (`bool`, *optional*):
             Compile the decoder layers of the trainer's model when training starts (torch.compile). Defaults to `True`
             on a CUDA device. A layer that fails to compile runs uncompiled, with one warning.
@@ -180,7 +180,7 @@ class QeRLArguments(OnlineConfig):
         > Checkpoints
 
         allow_other_settings (`bool`, *optional*, defaults to `False`):
-            Resume from a checkpoint of a run with other settings, with a warning listing them, instead of refusing.
+            Resume from a checkpoint of a run with other settings, with a warning that lists them. `False` refuses.
 
         > Publishing
 
@@ -193,7 +193,7 @@ class QeRLArguments(OnlineConfig):
             End the run after this many consecutive rollouts with only `None` rewards. Warn once if nothing is learned:
             as many rollouts with zero advantages, or fewer with at least 12 groups.
         reward_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds per batch after which a reward function, named in the error, ends the run. `None`: no limit.
+            Seconds per batch after which an unfinished reward function ends the run. `None`: no limit.
     """
 
     base_format: str = _field("nvfp4", "Base weights: 'nvfp4'; as control arms 'bf16', 'nf4' or 'full' (no adapter).")

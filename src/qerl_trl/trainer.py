@@ -118,7 +118,7 @@ class QeRLMixin(SavingMixin):
         peft_config (`LoraConfig`, *optional*):
             Defaults to rank 32, alpha 64 on all linear layers, unless `base_format="full"`.
 
-    All other arguments are the parent's.
+    All other arguments are those of the parent trainer.
     """
 
     _config_class: type[QeRLConfig] | type[QeRLRLOOConfig]

@@ -163,13 +163,13 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter of that name belongs to an adapter."""
+    """Return whether a parameter of that name belongs to an adapter."""
     return _ADAPTERS.search(name) is not None
 
 
 @torch.no_grad()
 def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """int64 (), on the tensor's device: sum over its 64-bit words, each mixed with its place, counted from `first`."""
+    """Sum a tensor's 64-bit words, each mixed with its place (from `first`): int64 (), on the tensor's device."""
     flat = tensor.reshape(-1)
     size = 4 if flat.is_floating_point() else flat.element_size()
     places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
@@ -212,7 +212,7 @@ class Pieces:
 
 
 def _signed(number: int) -> int:
-    """The number as a signed 64-bit integer."""
+    """Wrap a number to a signed 64-bit integer."""
     return (number + 2**63) % 2**64 - 2**63
 
 

@@ -233,7 +233,7 @@ class Base(TypedDict):
 
 
 class RunResults(Results, total=False):
-    """results.json of a run. Empty in processes that do not write it."""
+    """Content of a run's results.json. Empty in processes that do not write it."""
 
     dataset: str | None
     measured_by: dict[str, Any]  # `tasks.evaluation.measured_by`
@@ -292,7 +292,7 @@ def public_name(model: str) -> str:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` names a Hub repository (`user/name`) and not a local folder."""
+    """Return whether `model` names a Hub repository (`user/name`) and not a local folder."""
     return bool(_HUB_ID.match(model)) and not os.path.isdir(model)
 
 

@@ -1,6 +1,6 @@
 """Checkpoints, whole or absent: seal, verify, find.
 
-`Trainer` writes a checkpoint file by file into its final folder, so a killed run leaves a seemingly complete one. The
+`Trainer` writes a checkpoint file by file into its final folder, so a killed run leaves one that looks complete. The
 last file written is therefore a manifest with the size and SHA-256 of every other file; a folder without it, or
 different from it, is no checkpoint. Older checkpoints are removed after the new one is sealed. The newest one is the
 one sealed last, at any step: a run may go back.
@@ -173,7 +173,7 @@ def added(folder: str | os.PathLike) -> list[str]:
 
 
 def tokenizer_files(folder: str | os.PathLike) -> list[str]:
-    """Names of the tokenizer's or processor's files in `folder`."""
+    """Return the names of tokenizer and processor files in `folder`."""
     return _found(folder, _OF_THE_TOKENIZER)
 
 
@@ -215,7 +215,7 @@ def recorded_settings(folder: str | os.PathLike) -> Recorded:
 
 
 def sealed_files(folder: str | os.PathLike) -> set[str]:
-    """Names of the files in `folder`'s manifest; none without a readable one."""
+    """Return the names of the files in `folder`'s manifest; none without a readable manifest."""
     try:
         return set(read_manifest(folder)["files"])
     except (OSError, ValueError):
@@ -223,7 +223,7 @@ def sealed_files(folder: str | os.PathLike) -> set[str]:
 
 
 def weights_sha256(folder: str | os.PathLike) -> str | None:
-    """Digest of the weights in a folder: its adapter's, else all files of its model. `None` without any."""
+    """Hash the weights in a folder: of its adapter, else all files of its model. `None` without any."""
     folder = Path(folder)
     files = [folder / "adapter_model.safetensors"]
     if not (folder / "adapter_config.json").is_file():
@@ -233,7 +233,7 @@ def weights_sha256(folder: str | os.PathLike) -> str | None:
 
 
 def of_a_run(folder: str | os.PathLike) -> list[str]:
-    """Contents of `folder` specific to a run: checkpoints, state, and the lock of a live one."""
+    """List contents of `folder` specific to a run: checkpoints, state, and the lock of a live run."""
     folder = Path(folder)
     found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
     found += ["trainer_state.json"] if (folder / "trainer_state.json").is_file() else []
@@ -252,12 +252,12 @@ def _is_locked(file: Path) -> bool:
 
 
 def keeps_optimizer(folder: str | os.PathLike) -> bool:
-    """Whether a checkpoint has an optimizer's state, by `Trainer` alone, with FSDP or with DeepSpeed."""
+    """Return whether a checkpoint has an optimizer's state, by `Trainer` alone, with FSDP or with DeepSpeed."""
     return any(any(Path(folder).glob(form)) for form in _OPTIMIZERS)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The newest whole checkpoint in `output_dir` by seal order, or `None`. Damaged newer ones log a warning each."""
+    """Return the newest whole checkpoint in `output_dir` by seal order, or `None`. Warns of each newer damaged one."""
     whole = next((folder for folder in reversed(_by_age(output_dir)) if _is_whole(folder)), None)
     return None if whole is None else str(whole)
 
@@ -288,7 +288,7 @@ def _by_age(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def order_of(folder: str | os.PathLike) -> int:
-    """The number of a sealed folder among all seals of its run; 0 if not sealed, or its manifest is unreadable."""
+    """Return a sealed folder's number among all seals of its run; 0 without a readable manifest."""
     try:
         return read_manifest(folder).get("order", 0)
     except (OSError, ValueError):
@@ -296,7 +296,7 @@ def order_of(folder: str | os.PathLike) -> int:
 
 
 def next_order(output_dir: str | os.PathLike, since: int = 0) -> int:
-    """Number of the next seal in a run's folder. `since`: that of the resumed checkpoint, perhaps in another folder."""
+    """Return the number of the next seal in a run's folder. `since`: number of the resumed checkpoint."""
     return 1 + max(since, order_of(output_dir), *map(order_of, _by_age(output_dir)))
 
 

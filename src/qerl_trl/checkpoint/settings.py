@@ -65,12 +65,12 @@ _VOCABULARY = '"vocab":'
 
 
 def may_differ(name: str) -> bool:
-    """Whether a run may be resumed with another value of this argument without `allow_other_settings`."""
+    """Return whether a run may be resumed with another value of this argument without `allow_other_settings`."""
     return name in _MAY_DIFFER or _INCIDENTAL.fullmatch(name) is not None
 
 
 def _acting(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with their effective values: TRL copies most of them to its own attributes, and reads those (#46)."""
+    """Return arguments with their effective values: TRL copies most to its own attributes, and reads those (#46)."""
     plain = {
         n: own[n] for n in given if isinstance(own.get(n, ...), bool | int | float | str | None) and n != "use_vllm"
     }
@@ -140,7 +140,7 @@ def _lora_options(lora: LoraConfig) -> dict[str, Any]:
 
 
 def _not_defaults(values: Mapping[str, Any], fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
-    """The fields' values other than their defaults, as JSON."""
+    """Return the fields' values other than their defaults, as JSON."""
     found = {}
     for name, field in fields.items():
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -151,7 +151,7 @@ def _not_defaults(values: Mapping[str, Any], fields: dict[str, dataclasses.Field
 
 
 def _as_json(value: Any) -> Any:
-    """An enumeration's value, a set in order, a configuration object as its fields."""
+    """Convert an enumeration to its value, a set to a sorted list, a configuration object to its fields."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -160,7 +160,7 @@ def _as_json(value: Any) -> Any:
 
 
 def dataset_sha256(dataset: Any) -> str | None:
-    """Fingerprint of a dataset by content: columns, length, a transform's source, and rows (of more than 10,000, so
+    """Hash a dataset by content: columns, length, a transform's source, and rows (of more than 10,000, so
     many spread over all). Independent of folder and machine. Without pictures and sound; `None` for streamed data."""
     if not isinstance(dataset, Dataset):
         return None
@@ -177,7 +177,7 @@ def dataset_sha256(dataset: Any) -> str | None:
 
 
 def config_differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """One line for each difference of two configurations of a base; none without a record."""
+    """List differences of two configurations of a base, a line each; none without a record."""
     return [] if then is None else _compared("base_config", then, now)
 
 
@@ -191,8 +191,8 @@ class Differences(NamedTuple):
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     """Compare a run's record with the settings of the run resuming it.
 
-    Every setting refuses, except for `_MAY_DIFFER`. A record without `settings_sha256` is of no run: only its keys are
-    compared. The base is identified by its fingerprint; its name counts if one is missing, or the conversion differs.
+    Every difference is refused, except in `_MAY_DIFFER`. Without `settings_sha256`, only the record's keys are compared.
+    The base is identified by its fingerprint; its name counts if a fingerprint is missing, or the conversion differs.
     """
     both = set(then) & set(now)
     names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS
@@ -232,13 +232,13 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
 
 
 def sources_of(trainer: OnlineTrainer) -> dict[str, dict[str, str]]:
-    """Digests of the reward functions, and of other sources of completions than the model."""
+    """Hash the reward functions, and all sources of completions other than the model."""
     rewards = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
     return {"rewards_sha256": digests(rewards), "rollouts_sha256": digests(rollouts_of(trainer))}
 
 
 def rollouts_of(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
-    """Name and function of other sources of completions than the model (TRL's `GRPOTrainer`)."""
+    """Yield name and function of all sources of completions other than the model (TRL's `GRPOTrainer`)."""
     if (function := getattr(trainer, "rollout_func", None)) is not None:
         yield "rollout_func", function
     for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
@@ -259,7 +259,7 @@ def digests(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def source_sha256(function: Any) -> str | None:
-    """Digest of `inspect.getsource`, of its class for a callable object; `None` for a model or without source."""
+    """Hash a function's source, or its class's for a callable object; `None` for a model or without source."""
     while isinstance(function := inspect.unwrap(function), functools.partial):
         function = function.func
     if isinstance(function, nn.Module):

@@ -58,7 +58,7 @@ def checked_rewards(functions: list[Any], names: list[str], limit: float | None)
 
 
 def reward_limit(functions: list[Any], names: list[str], limit: float | None) -> AbstractContextManager[None]:
-    """Time limit on all rewards of a batch, for an async function that never yields and so outlives its own limit."""
+    """Limit the time of all rewards of a batch: an async function that never yields would outlive its own limit."""
     waits = [name for each, name in zip(functions, names, strict=True) if is_async_callable(each)]
     seconds = limit * len(functions) + _GRACE if limit and waits else None
     return deadline(seconds, lambda: _late(" or ".join(map(repr, waits)), limit))

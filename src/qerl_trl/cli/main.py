@@ -71,7 +71,7 @@ def tell(message: object) -> None:
 
 
 def main() -> None:
-    """Entry point: runs a command; errors raised on purpose become one message and an exit code."""
+    """Run a command; errors raised on purpose become one message and an exit code."""
     try:
         app()
     except MEANT as error:
@@ -80,7 +80,7 @@ def main() -> None:
         tell(error)
         sys.exit(code)
     except KeyboardInterrupt:
-        tell("Interrupted. A destination has its old or its new content, no part. Repeat the command to continue.")
+        tell("Interrupted. Every destination has its old or its new content. Repeat the command to continue.")
         sys.exit(INTERRUPTED)
 
 

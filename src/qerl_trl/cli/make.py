@@ -192,7 +192,7 @@ def merge(
 def push(
     what: Annotated[
         Literal["adapter", "merged", "base", "model"],
-        typer.Argument(help="What is in the folder; model: of a run with base_format full."),
+        typer.Argument(help="Content of the folder; model: from base_format full."),
     ],
     folder: Annotated[Path, typer.Argument(help="Folder of merge or quantize, or of a run (adapter, model).")],
     repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],

@@ -39,9 +39,7 @@ def plan(
     model: Annotated[str | None, typer.Argument(help="Folder or Hub id. Default: what --config names.")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file or shipped name; options here come first.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="Memory of one GPU, in GiB.", min=1, show_default="80")] = None,
-    card: Annotated[
-        str | None, typer.Option(help="A GPU by name, such as H100; cpu: this machine, without one.")
-    ] = None,
+    card: Annotated[str | None, typer.Option(help="A GPU by name, such as H100; cpu: this machine's CPU.")] = None,
     gpus: Annotated[int, _count("GPUs that share each rollout and update (data parallel); one is planned.")] = 1,
     fsdp: Annotated[bool, typer.Option(help="The GPUs share the base (FSDP 2), but not with an engine.")] = False,
     zero2: Annotated[bool, typer.Option(help="The GPUs share the optimizer (DeepSpeed ZeRO-2).")] = False,
@@ -198,7 +196,7 @@ def tune(
 
 
 def numbers_of_tokens(text: str) -> list[int]:
-    """Token counts of "8-512" (every multiple of 8) or "64,128"."""
+    """Parse token counts: "8-512" (every multiple of 8) or "64,128"."""
     try:
         first, dash, last = text.partition("-")
         found = list(range(int(first), int(last) + 1, 8)) if dash else [int(part) for part in text.split(",")]

@@ -90,7 +90,7 @@ def train(
 def example_command(
     arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
 ) -> list[str]:
-    """Command line of a training with the example script."""
+    """Build the command line of a training with the example script."""
     launcher = [sys.executable]
     if accelerate_config is not None or (num_processes or 1) > 1:
         launcher += ["-m", "accelerate.commands.launch"]

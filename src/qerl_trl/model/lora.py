@@ -176,7 +176,7 @@ def load_adapter(
     allow_other_base: bool = False,
     **kwargs,
 ) -> PeftModel:
-    """`PeftModel.from_pretrained` for an NVFP4 base: the same adapter files, and a merge that works.
+    """Load an adapter as `PeftModel.from_pretrained` does, but on an NVFP4 base and with a merge that works.
 
     Args:
         model: transformers model with [`NVFP4Linear`] layers.
@@ -211,7 +211,7 @@ def load_adapter(
 
 
 def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
-    """Local folder of an adapter, or of its files in the Hub's cache; `None` without a manifest on the Hub."""
+    """Return an adapter's local folder, or that of its files in the Hub's cache; `None` without a manifest there."""
     if os.path.isdir(adapter):
         return Path(adapter, hub.get("subfolder") or "")
     try:
@@ -267,7 +267,7 @@ def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """LoRA layers of `model` by module path."""
+    """Return the LoRA layers of `model` by module path."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
@@ -413,6 +413,6 @@ def name_base(model: PeftModel) -> None:
         return
     if named:
         logger.warning(
-            "The adapter was made for the base %s, but is on %s. This run's files name %s.", named, found, found
+            "The adapter was made for the base %s, but is on %s. This run records %s as its base.", named, found, found
         )
     config.base_model_name_or_path, config.revision = found, None

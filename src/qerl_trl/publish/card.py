@@ -59,7 +59,7 @@ _RELATIONS = {
 
 
 def template_folder() -> Path:
-    """Template folder: in the installed package, or at the top of a source checkout."""
+    """Return the template folder: in the installed package, or at the top of a source checkout."""
     package = Path(__file__).resolve().parents[1]
     return folder if (folder := package / "hub_cards").is_dir() else package.parents[1] / "hub_cards" / "templates"
 
@@ -165,7 +165,7 @@ def _public(facts: Facts) -> Facts:
 
 @functools.cache
 def _templates(folder: Path) -> jinja2.Environment:
-    """Template environment of a folder. Compiled templates are reused: every checkpoint of a run has a card."""
+    """Return the template environment of a folder. Cached: every checkpoint of a run has a card."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -205,7 +205,7 @@ def render(facts: Facts) -> str:
 
 
 def _slot(lora: "LoraSettings | None") -> int | None:
-    """vLLM's `max_lora_rank` for an adapter; `None` if vLLM cannot serve it, or its settings are unknown."""
+    """Return vLLM's `max_lora_rank` for an adapter; `None` if vLLM cannot serve it, or its settings are unknown."""
     options = (lora or {}).get("options", {})
     if lora is None or options.get("use_dora") or options.get("modules_to_save"):
         return None

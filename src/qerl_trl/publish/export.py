@@ -262,7 +262,7 @@ def _on_rank_zero(
                 written = [write(whole)]
     finally:
         broadcast_object_list(written)
-    assert written[0] is not None, "rank 0 could not write this export; its own error says why"
+    assert written[0] is not None, "rank 0 could not write this export; see its error"
     return written[0]
 
 

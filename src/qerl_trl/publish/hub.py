@@ -69,7 +69,7 @@ def _explanation(error: Exception, repo_id: str) -> str:
 
 
 def _root_of(error: BaseException) -> tuple[BaseException, int | None]:
-    """First HTTP or connection error behind an exception (failed uploads raise RuntimeError), and its status."""
+    """Find the first HTTP or connection error behind an exception (a failed upload raises RuntimeError), its status."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
         cause = cause.__cause__
@@ -173,7 +173,7 @@ def push_folder(
             kept there; `further`: files for the same commit, outside the manifest.
 
     Raises:
-        `ValueError`: the folder is not a complete export, or names a local base model or the wrong one.
+        `ValueError`: the folder is not a complete export, or names a local or a wrong base model.
         `HubError`: see [`prepare_repository`]; and the repository has other content.
     """
     folder = Path(folder)
@@ -268,7 +268,7 @@ def _require_whole(folder: Path, export: bool = False) -> None:
     """Refuse a folder changed since it was sealed; for an `export`, also a run's folder."""
     wrong = seal.problems(folder)
     if export and not wrong and "kind" not in seal.recorded_run(folder):
-        wrong = [f"its {seal.MANIFEST_NAME} is of a run"]
+        wrong = [f"its {seal.MANIFEST_NAME} describes a run"]
     if wrong:
         raise ValueError(
             f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint, or export it: qerl-trl merge, "
@@ -387,7 +387,7 @@ class Destination:
     adapter: bool
 
     def command(self, folder: str | os.PathLike) -> str:
-        """Command for publishing the run in `folder` from its files."""
+        """Return the command that publishes the run in `folder` from its files."""
         words = ["qerl-trl", "push", "adapter" if self.adapter else "model", str(folder), self.repo_id]
         words += ["--public"] * (not self.private)
         words += ["--base-model", self.base_model] if self.adapter and self.base_model else []
@@ -395,7 +395,7 @@ class Destination:
         return shlex.join(words)
 
     def unpublished(self, error: HubError, folder: str) -> HubError:
-        """Error of a push by the trainer, with the command for publishing later."""
+        """Return the error of a trainer's push, with the command for publishing later."""
         if not Path(folder, seal.MANIFEST_NAME).is_file():
             return error
         return HubError(

@@ -76,8 +76,8 @@ def load_policy(
     Args:
         adapter: folder with adapter_config.json: a checkpoint, a finished run, or the output of `save_adapter`.
         base_model: folder or Hub id; default: from adapter_config.json.
-        base_format: "nvfp4" or "bf16"; default: the run's. Another format makes another model.
-        dtype: compute dtype; default: the run's, else bfloat16.
+        base_format: "nvfp4" or "bf16"; default: the run's format. Another format makes another model.
+        dtype: compute dtype; default: that of the run, else bfloat16.
         allow_other_base: accept a base with other weights than the run's, and record them.
         trust_remote_code: run the base's own code.
     """

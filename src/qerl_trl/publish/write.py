@@ -196,7 +196,7 @@ class _Shard:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a contiguous CPU tensor, for reading or writing in place."""
+    """Return the bytes of a contiguous CPU tensor, for reading or writing in place."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -311,7 +311,7 @@ def code_of(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def leave_code_out(config: Any) -> None:
-    """Keep `config.save_pretrained` from copying the code, and from replacing the repository's name by the copy's."""
+    """Keep `config.save_pretrained` from copying the code and naming the copy instead of the repository."""
     config._auto_class = None
 
 

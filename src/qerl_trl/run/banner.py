@@ -14,7 +14,7 @@ from ..rollout import mismatch
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """This process's peak memory in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
+    """Return this process's peak memory in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource

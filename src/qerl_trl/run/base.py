@@ -73,7 +73,7 @@ def own_vllm_generation(trainer: Any) -> Iterator[None]:
         from ..rollout.generation import QeRLVLLMGeneration
 
         settle_ends(trainer)
-        kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # the run's, not the model's largest
+        kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # for this run, not the model's largest
         return QeRLVLLMGeneration(*args, trainer=trainer, **kwargs)
 
     with ExitStack() as stack:

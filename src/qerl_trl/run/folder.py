@@ -100,7 +100,7 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
     """Return the whole checkpoint for `Trainer.train(resume_from_checkpoint)`, `None` for a fresh start.
 
     Raises:
-        `ValueError`: there is none in `output_dir`, or the named one is damaged, or no checkpoint.
+        `ValueError`: `output_dir` has none, or the named folder is damaged or no checkpoint.
     """
     if not resume_from_checkpoint:
         return None
@@ -121,7 +121,7 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
 
 
 def step_of(folder: str | os.PathLike) -> int:
-    """Completed steps of a checkpoint, or a sealed run folder."""
+    """Return the completed steps of a checkpoint or a sealed run folder."""
     return json.loads(Path(folder, TRAINER_STATE_NAME).read_text())["global_step"]
 
 
@@ -231,7 +231,7 @@ def _others_export(
 
 
 def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:
-    """Whether a checkpoint is one of the folder's own, or the folder itself."""
+    """Return whether a checkpoint is in the folder, or is the folder itself."""
     named = Path(resume)
     return Path(output_dir).resolve() in (named.resolve(), named.resolve().parent, named.parent.resolve())
 
@@ -297,7 +297,7 @@ def check_disk(args: TrainingArguments, model: nn.Module) -> None:
 
 
 def full_is_named(method: Callable) -> Callable:
-    """Decorate a writing method of a trainer. If the disk is full, a partial checkpoint is removed.
+    """Decorate a writing method of a trainer to remove a partial checkpoint if the disk is full.
 
     Raises:
         `OSError`: the disk is full; names the last whole checkpoint and what to do.

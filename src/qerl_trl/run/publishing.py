@@ -162,7 +162,7 @@ class Uploads:
             logger.warning("%s", self.failed)
 
     def end(self) -> None:
-        """At the end of a training: if the last push failed, save the model and raise `HubError`. Collective."""
+        """Save the model and raise `HubError` if the last push during training failed. Collective."""
         trainer: Any = self._trainer
         if not self._while_training():
             return
@@ -184,7 +184,6 @@ class PublishingMixin(OnlineTrainer):
     """Adds `save_adapter`, `save_merged` and `save_base` to TRL's trainer, and replaces all of its uploads.
 
     Uploads are private by default, complete or absent, with our card, and only of files allowed by `publish.outgoing`.
-    Put it before TRL's trainer in the bases.
     """
 
     _uploads: Uploads

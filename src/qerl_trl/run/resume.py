@@ -91,7 +91,7 @@ class RunRecord:
         return TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
 
     def new_optimizer(self, done: int, wanted: int) -> None:
-        """Refuse or record a new optimizer: the checkpoint has no state, and Trainer would start an empty one."""
+        """Refuse a checkpoint without optimizer state, or record that Trainer starts a new optimizer."""
         if not self._trainer.args.allow_other_settings:
             raise ValueError(
                 f"{self._trainer._saved} keeps no optimizer state (final save, or save_only_model=True), so training "
@@ -101,7 +101,7 @@ class RunRecord:
         self.changed.append(f"optimizer: a new one from step {done} on")
 
     def now(self) -> RunSettings:
-        """Return settings, step and changes; the resumed record's if no step was trained since."""
+        """Return settings, step and changes; if no step was trained since resuming, from the resumed record."""
         resumed, step = self._trainer._resumed, self._trainer.state.global_step
         if resumed is not None and step == resumed.global_step and self._then:
             settings, changed = self._then.copy(), list(self._then.get("changed", []))
@@ -270,7 +270,7 @@ class SavingMixin(PublishingMixin):
     _unpushed: str | None = None
 
     def to_resume(self) -> str | None:
-        """Return the checkpoint to resume from: the arguments', else the newest whole one in `output_dir`; `None` for
+        """Return the checkpoint to resume from: the named one, else the newest whole one in `output_dir`; `None` for
         a fresh start. Raises `ValueError` if it belongs to a run with other settings."""
         return self._record.settle(self.args.resume_from_checkpoint or run_folder.resumable(self.args.output_dir))
 

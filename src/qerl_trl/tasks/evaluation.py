@@ -62,7 +62,7 @@ class Accuracy:
 
 
 def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[float, float, float]:
-    """(difference, low, high): mean change in accuracy on the same problems with its 95 % interval, as fractions.
+    """Return (difference, low, high): mean change in accuracy on the same problems and its 95 % interval, fractions.
 
     Normal approximation of paired differences; if all changed alike, or none did, the interval of Agresti and Min
     (Statistics in Medicine 2005), with half a problem added to each kind.
@@ -80,7 +80,7 @@ def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[fl
 
 
 def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
-    """Accuracy with several verdicts per problem (`correct`); its 95 % interval treats problems as independent."""
+    """Compute the accuracy of several verdicts per problem (`correct`); its interval takes problems as independent."""
     shares = [sum(row) / len(row) for row in correct]
     n, samples = len(shares), len(correct[0])
     if samples == 1:
@@ -241,7 +241,7 @@ def vllm_engine(
 def prompt_texts(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[list[dict]], chat_template_kwargs: dict[str, Any]
 ) -> list[str]:
-    """Conversations as text, rendered by the chat template with a generation prompt."""
+    """Render conversations to text by the chat template, with a generation prompt."""
     return [
         str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **chat_template_kwargs))
         for prompt in prompts

@@ -140,7 +140,7 @@ class _Run:
         if in_training and resume and not self.before:
             raise ValueError(
                 f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only "
-                "measure as training begins. Restore the file, resume without FSDP, or start in another output_dir."
+                "measure as training begins. Restore the file, resume without them, or start in another output_dir."
             )
         continued = "" if in_training else f" {last_whole(resume)}"  # training prints it itself
 

@@ -51,7 +51,7 @@ class Script:
 
     Attributes:
         eval_problems, eval_batch_size: for the evaluations before and after.
-        overwrite: replace a run with other settings in `output_dir`; one with the same settings is resumed.
+        overwrite: replace a run with other settings in `output_dir`; a run with equal settings is resumed.
     """
 
     task: Task
@@ -70,7 +70,7 @@ class Script:
         Args:
             task: the script's default, overridden by `--task`.
             config: recipe (a file, or a shipped one's name) without `--config`; by default chosen by machine.
-            argv: words of the command line, by default this process's.
+            argv: words of the command line; default: `sys.argv[1:]`.
 
         Raises:
             `ValueError`: an unknown option, with similar names.

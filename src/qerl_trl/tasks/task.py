@@ -45,7 +45,7 @@ _THEIRS = [name for name in dir(trl_rewards) if name.endswith(("_reward", "_puni
 
 
 def _said(default: Any, help: str, parsed: Any = str) -> Any:
-    """A field with an option in recipes and on the command line, parsed as `parsed`."""
+    """Make a field with an option in recipes and on the command line, parsed as `parsed`."""
     return field(default=default, metadata={"help": help, "parsed": parsed})
 
 
@@ -203,7 +203,7 @@ class Task:
         return function_named(name, "reward_funcs", self.folders)
 
     def weights(self) -> list[float] | None:
-        """Reward weights; defaults: 1 for the answer, 0.1 for its form."""
+        """Return the reward weights; defaults: 1 for the answer, 0.1 for its form."""
         if self.reward_weights is not None or self.reward_funcs is not None or self.environment_factory is not None:
             return self.reward_weights
         return [1.0, 0.1][: len(self.rewards())]
