@@ -198,7 +198,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, finished, tm
     assert seal.last_checkpoint(run) == str(run / "checkpoint-1")
     tiny_runs.command(run)
     check_announced(capsys.readouterr().out, run, "checkpoint-1", 2)
-    half = "checkpoint-2: qerl_manifest.json is missing: the run that wrote it was stopped before it was complete"
+    half = "checkpoint-2: qerl_manifest.json is missing: the run was stopped before the folder was complete"
     assert (half in caplog.text) is (moment == "in a save")
     assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
 

@@ -30,7 +30,7 @@ from ..support.names import canonical_name, is_part
 _CHUNK = 2**21
 #: odd random constants: for a word's place, and for the two mixing steps
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-#: beginnings of the parts of a parameter's name that an adapter adds
+#: beginnings of the name parts that an adapter adds to a parameter
 _ADAPTERS = re.compile(r"(?:^|\.)(?:lora_|modules_to_save|trainable_tokens_)")
 #: configuration fields without effect on a forward, or set by loading and training
 _NOT_OF_A_FORWARD = re.compile(
@@ -110,7 +110,7 @@ def stored_vocabulary(model: Any) -> int | None:
 
 
 def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
-    """Copy embeddings with added tokens from an adapter's file to a base, resized. Returns whether there are any."""
+    """Copy embeddings with added tokens from an adapter's file to a resized base. Returns whether the file has any."""
     from peft import PeftConfig  # slow import, needed here only
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
@@ -221,7 +221,7 @@ def check_base(model: nn.Module, began_with: str | None, in_the_middle: bool = F
 
     Args:
         began_with: fingerprint of the base at the start of the run, `None` if unknown.
-        in_the_middle: a checkpoint; a large base on a CPU is checked at the end only.
+        in_the_middle: called for a checkpoint: a large base on a CPU is checked only at the end of the run.
 
     Raises:
         `RuntimeError`: the adapter is merged, or a frozen weight changed.

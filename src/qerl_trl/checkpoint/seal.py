@@ -53,8 +53,8 @@ class Recorded(TypedDict, total=False):
     """The record sealed with a folder: `identity.RunSettings` (of a checkpoint, a run) or `publish.records.Export`."""
 
     kind: str  # of an export only
-    settings: "RunSettings"  # the same
-    survived: "Survived"  # the same
+    settings: "RunSettings"  # of an export only
+    survived: "Survived"  # of an export only
     global_step: int  # of a checkpoint or a run, as all below
     base_sha256: str
     changed: list[str]
@@ -144,7 +144,7 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
     """
     folder = Path(folder)
     if not (folder / MANIFEST_NAME).is_file():
-        return [f"{MANIFEST_NAME} is missing: the run that wrote it was stopped before it was complete"]
+        return [f"{MANIFEST_NAME} is missing: the run was stopped before the folder was complete"]
     try:
         files = read_manifest(folder)["files"]
     except ValueError as error:

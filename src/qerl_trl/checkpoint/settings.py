@@ -191,7 +191,7 @@ class Differences(NamedTuple):
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     """Compare a run's record with the settings of the run resuming it.
 
-    Every difference is refused, except in `_MAY_DIFFER`. Without `settings_sha256`, only the record's keys are compared.
+    Every difference is refused, except in `_MAY_DIFFER`. Without `settings_sha256`, only recorded keys are compared.
     The base is identified by its fingerprint; its name counts if a fingerprint is missing, or the conversion differs.
     """
     both = set(then) & set(now)

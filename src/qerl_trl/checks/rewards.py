@@ -200,7 +200,7 @@ def _number(reward: Any, said: str, completion: str) -> float | None:
 
 
 def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.Tensor | None = None) -> None:
-    """Check the rewards of reward models too, and every reward times its weight.
+    """Check all rewards, those of reward models included, times their weights.
 
     Args:
         rewards: (completions, functions), float32, NaN if a function does not apply.

@@ -25,7 +25,7 @@ def evaluate(
         str | None, typer.Option(help="YAML file or shipped name: its held-out problems, greedily.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="gsm8k (default), math500, amc23, aime24, aime25; a file...")] = None,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="Engine that generates.")] = "transformers",
     output: Annotated[Path | None, typer.Option(help="Default: eval-<data>.json in a local model's folder.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.6; of a task 0.")] = None,

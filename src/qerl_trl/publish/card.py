@@ -299,7 +299,7 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
     results = next((place / RESULTS_NAME for place in places if (place / RESULTS_NAME).is_file()), None)
     content = None if results is None else _read(results)
     if results is not None and content is not None and (other := _of_another_run(content, settings)) is not None:
-        _warn(f"{results} is of another run than {folder}: {other}. Its figures are left out of the card.")
+        _warn(f"{results} belongs to another run than {folder}: {other}. Its figures are left out of the card.")
         content = None
     if content is not None:
         found = {"dataset": content.get("dataset"), "versions": content.get("versions")}
@@ -319,7 +319,7 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
 def _of_another_run(content: Mapping[str, Any], settings: "RunSettings") -> str | None:
     theirs = content.get("settings") or {}
     if theirs.get("settings_sha256") is None:
-        return "it does not say with which settings it was trained"
+        return "it does not record the settings of its training"
     for name in ("settings_sha256", "base_sha256"):
         then, now = theirs.get(name), cast(Mapping[str, Any], settings).get(name)
         if then != now:
@@ -348,7 +348,7 @@ def _of_another_model(
     if measured is None:
         return "does not say which weights it measured"
     if measured != weights():
-        return "measured other weights than are there"
+        return "measured other weights than the folder has"
     if trained_on in ("nvfp4", "bf16") and content.get("base_format") != trained_on:
         return f"measured the adapter on a base in {content.get('base_format')}, and it was trained on {trained_on}"
     if trained_on != "full" and content.get("base_sha256") != settings.get("base_sha256"):

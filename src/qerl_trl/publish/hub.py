@@ -139,7 +139,7 @@ def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> s
         if is_private:
             there, asked, remedy = "private", "public", "change its visibility on the Hub"
         raise HubError(
-            f"{repo_id} exists and is {there}, and a {asked} publication was asked for, so nothing was uploaded. "
+            f"{repo_id} exists and is {there}, but a {asked} publication was requested, so nothing was uploaded. "
             f"Choose another name, or {remedy}."
         )
     if revision is not None and not revision.startswith("refs/"):
@@ -328,7 +328,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
             other = f"other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
             wrong = f"holds a base with {other}"
     except RepositoryNotFoundError:
-        return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
+        return f"{base_model} was not found on the Hub with this token: nobody can load the adapter until it is there."
     except _FAILED:
         pass  # published by others, without a manifest
     if wrong and not allowed:

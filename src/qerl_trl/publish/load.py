@@ -204,7 +204,7 @@ def require_whole(folder: Path) -> None:
     elif wrong := seal.problems(folder) or seal.added(folder):
         raise ValueError(
             f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint (checkpoint-<step>), or "
-            f"copy the folder again. If the change was meant, remove {seal.MANIFEST_NAME} there."
+            f"copy the folder again. If you meant the change, remove {seal.MANIFEST_NAME} there."
         )
     if (folder / ADAPTER_FILE).is_file():
         require_finite(folder / ADAPTER_FILE)

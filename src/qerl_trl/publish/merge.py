@@ -121,7 +121,7 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
         parts = key.split(".")  # shortest prefix: an adapter wins over the packed layer inside it
         owner = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in owners), None)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        # of a module in modules_to_save, a base has the original, possibly tied
+        # a base has the original of a module in modules_to_save, possibly tied
         if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
             if place in seen:  # a tied tensor is written once, under its first name
                 # a trained copy tied by PEFT (ensure_weight_tying) is not part of a base

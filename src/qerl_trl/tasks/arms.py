@@ -48,7 +48,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[dict[str, 
         if names := [name for name in sorted({*first, *way}) if first.get(name) != way.get(name)]:
             lines = "; ".join(f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in names)
             raise ValueError(
-                f"These runs cannot be compared, {runs[0]['folder']} and {run['folder']} were measured in different "
+                f"These runs cannot be compared: {runs[0]['folder']} and {run['folder']} were measured in different "
                 f"ways ({lines}). Start the same command again with one set of options, in another --output_dir."
             )
     accuracy: dict[str, Any] = {}
