@@ -250,7 +250,7 @@ class QeRLArguments(OnlineConfig):
             super().__post_init__()
         except ValueError as error:
             cause = ""
-            if isinstance(error, json.JSONDecodeError):  # its message names no field
+            if isinstance(error, json.JSONDecodeError):  # the message of json names no field
                 given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
                 cause = f". {' or '.join(given)} is not JSON. Pass names and values in JSON."
             elif "bf16/gpu" in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
@@ -331,7 +331,7 @@ class QeRLArguments(OnlineConfig):
         return secrets.cleaned(vars(self), mask=None)
 
     def __deepcopy__(self, memo: dict) -> "QeRLArguments":
-        copied = object.__new__(type(self))  # a copy in memory keeps its secrets, so not by pickling
+        copied = object.__new__(type(self))  # a copy in memory keeps its secrets, which pickling removes
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied

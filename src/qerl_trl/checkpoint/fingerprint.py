@@ -175,7 +175,7 @@ def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
     places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
-        # the bytes, of floats as float32, padded with zeros
+        # bytes (of floats as float32), padded with zeros
         plain = (part.float() if part.is_floating_point() else part).contiguous().view(torch.uint8)
         if rest := plain.numel() % 8:
             plain = nn.functional.pad(plain, (0, 8 - rest))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # no torch for comparing runs, no PEFT for `qerl-trl quantize
 
     from .fingerprint import FingerprintRow
 
-#: the file of a card's facts, next to the card
+#: file with a card's facts, next to the card
 FACTS_NAME = "qerl_card.json"
 #: file in a run's folder with its measurements
 RESULTS_NAME = "results.json"
@@ -78,9 +78,9 @@ class RunSettings(RecordedArguments, total=False):
 
     trainer: str  # the algorithm: "GRPO", "RLOO"
     model: str  # the base: Hub id or folder
-    base_revision: str  # its commit on the Hub, if it came from there
-    base_sha256: str  # of its weights (fingerprint.py); absent if no process had it whole
-    base_config: dict[str, Any]  # configuration of its forward (fingerprint.py)
+    base_revision: str  # commit of the base on the Hub, if loaded from there
+    base_sha256: str  # of the base's weights (fingerprint.py); absent if no process had the whole base
+    base_config: dict[str, Any]  # configuration of the base's forward (fingerprint.py)
     tokenizer_content_sha256: str
     special_tokens: dict[str, Any]  # ids: "eos" end a completion, "pad" follows
     dtype: str  # compute dtype
@@ -155,7 +155,7 @@ class QuantizedLayer(TypedDict):
 class QuantizedNote(TypedDict, total=False):
     """Notes on tensors while a checkpoint is quantized: of a fused group, or (without `layers`) a dense tensor."""
 
-    rows: list["FingerprintRow"]  # lists, when read back
+    rows: list["FingerprintRow"]  # lists when read from JSON
     layers: list[QuantizedLayer]
 
 
@@ -212,7 +212,7 @@ class Results(TypedDict, total=False):
     decoding: str  # decoding of their answers, in words
     steps: int
     seed: int
-    train_seconds: float | None  # of the training, if any
+    train_seconds: float | None  # duration of the training, if any
     device: str
 
 
@@ -296,7 +296,7 @@ def is_hub_id(model: str) -> bool:
     return bool(_HUB_ID.match(model)) and not os.path.isdir(model)
 
 
-@functools.cache  # parses metadata, several times per checkpoint
+@functools.cache  # parsing metadata is slow, and needed several times per checkpoint
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)

@@ -267,7 +267,7 @@ def source_sha256(function: Any) -> str | None:
     is_written = inspect.isroutine(function) or inspect.isclass(function)
     try:
         return sha256(inspect.getsource(function if is_written else type(function)))
-    except (OSError, TypeError):  # interactive, or built in
+    except (OSError, TypeError):  # defined interactively, or built in
         return None
 
 

@@ -24,9 +24,9 @@ from ..support.time_limit import deadline
 
 logger = logging.getLogger(__name__)
 
-#: above it a batch's statistics (sums of squares in float32) overflow
+#: larger rewards overflow a batch's statistics (sums of squares in float32)
 LARGEST_REWARD = 1e16
-#: above it the square overflows in Adam's float32 state, and the weight would never move again
+#: the square of a larger gradient overflows in Adam's float32 state: the weight would never move again
 LARGEST_GRADIENT = math.sqrt(torch.finfo(torch.float32).max)
 #: seconds by which a block's time limit exceeds the limit of the functions in it
 _GRACE = 5.0
@@ -123,7 +123,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
 
 def _computed(rewards: Any) -> Any:
     """Consume a generator or a `map` here, inside the time limit of the call."""
-    # `list` could not be interrupted
+    # a time limit cannot interrupt `list`
     return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416
 
 
@@ -160,7 +160,7 @@ def check_rewards(rewards: Any, name: str, completions: Sequence | None) -> list
     Args:
         completions: the graded completions; `None` if the function got no argument with one entry per completion.
     """
-    unordered = isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns")  # columns: a data frame
+    unordered = isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns")  # a data frame
     try:
         listed = None if unordered else list(rewards)
     except TypeError:

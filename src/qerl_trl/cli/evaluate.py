@@ -171,7 +171,7 @@ def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Pro
     loading.finish()
     options: dict[str, Any] = {"revision": revision} if revision else {}
     weights = stored_as(base, revision)
-    if weights == "float32":  # vLLM would round it to 16 bits
+    if weights == "float32":  # vLLM would round float32 to 16 bits
         options["dtype"] = weights
     own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
     if own or task is not None:  # vLLM defaults to the base's template; the run may have had another

@@ -140,7 +140,7 @@ def merge(
         trained = export.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
             base_kl = export.logit_distance(trained, export.logits_of(policy.model, batches))["kl_nats_per_token"]
-        if onto_original and policy.settings["merged_onto"] == "nvfp4":  # otherwise equal to a plain merge
+        if onto_original and policy.settings["merged_onto"] == "nvfp4":  # else the same as a plain merge
             settings = policy.settings
             del policy
             policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)

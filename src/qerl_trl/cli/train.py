@@ -84,7 +84,7 @@ def train(
         arguments += ["--config", str(config_file(config))]
     command = example_command(arguments, num_processes, accelerate_config)
     sys.stdout.flush()
-    os.execv(command[0], command)  # exec: the run gets our signals and sets our exit code
+    os.execv(command[0], command)  # exec: the run gets this process's signals and sets its exit code
 
 
 def example_command(
@@ -226,7 +226,7 @@ def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(_running):  # empty if all have ended
+        for process in list(_running):  # empty if all runs have ended
             process.terminate()
         pool.shutdown()
 

@@ -254,7 +254,7 @@ def _check_sealed(adapter: str, folder: Path) -> None:
 
 def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
     run = seal.recorded_run(folder)
-    settings = run.get("settings", run)  # an export's record, or a run's
+    settings = run.get("settings", run)  # record of an export, or of a run
     then = settings.get("base_sha256")
     if then is None or has_nvfp4(model) != (settings.get("base_format") == "nvfp4"):
         return
@@ -316,7 +316,7 @@ def warn_of_dropout(model: nn.Module) -> None:
     for module in model.modules() if fields else ():
         if isinstance(module, nn.Dropout):
             rates.add(module.p)
-        # attention modules hold a plain number instead
+        # attention modules have the rate as a plain number
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
     if fields := {name: rate for name, rate in fields.items() if rate in rates}:
         logger.warning(

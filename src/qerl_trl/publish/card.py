@@ -34,7 +34,7 @@ from ..checkpoint.records import (
 )
 from ..rollout.vllm.plugin import slot_of
 
-if TYPE_CHECKING:  # they import PEFT, not needed by `qerl-trl quantize`
+if TYPE_CHECKING:  # these modules import PEFT, which `qerl-trl quantize` does not need
     from ..checkpoint.records import LoraSettings, RunSettings
     from .load import Exportable
 
@@ -136,7 +136,7 @@ def write(folder: Path, facts: Facts, export: Export) -> None:
             facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
     seal.write_json_atomically(folder / FACTS_NAME, _public(facts))
-    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # from the file, as in a later render
+    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # reads the file, as a later render does
 
 
 def read_facts(folder: Path) -> Facts | None:

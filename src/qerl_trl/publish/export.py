@@ -61,7 +61,7 @@ from .write import Job
 
 logger = logging.getLogger(__name__)
 
-#: adds a README to an unfinished export
+#: function that adds a README to an unfinished export
 WriteCard = Callable[[Path, Export], None]
 #: least share of the adapter's change kept by an NVFP4 merge
 MIN_KEPT_FRACTION = 0.25
@@ -378,7 +378,7 @@ def prompt_batches(
     for line in itertools.islice(lines, limit):
         row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
         question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
-        if isinstance(row.get("prompt"), list):  # a task's, with its system message
+        if isinstance(row.get("prompt"), list):  # from a task, with its system message
             question = row["prompt"]
         if question is None:
             raise ValueError(f"{source}: a line has {sorted(row)}; it needs question, problem, prompt or text.")

@@ -286,7 +286,7 @@ def _compare(
     kind = None
     if seal.MANIFEST_NAME in present:
         theirs = Path(api.hf_hub_download(repo_id, seal.MANIFEST_NAME, revision=revision)).parent
-        run = seal.recorded_run(theirs)  # empty if damaged: other files
+        run = seal.recorded_run(theirs)  # empty for a damaged manifest
         kind = run.get("kind")
         if run and kind == kind_now:
             return sorted((present - set(content)) & set(seal.read_manifest(theirs)["files"])), ""
@@ -309,7 +309,7 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
     if base_model is None:
         return {}
     if base_model != config.get("base_model_name_or_path"):
-        config["revision"] = None  # of the previous base
+        config["revision"] = None  # a commit of the previous base
     content = json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n"
     return {"adapter_config.json": content.encode()}
 

@@ -109,7 +109,7 @@ def load_policy(
     tokenizer = AutoTokenizer.from_pretrained(source, revision=at, trust_remote_code=trust_remote_code)
     found = identity.loaded_by(model)
     settings |= {"model": base_model, "merged_onto": base_format, "dtype": dtype, "auto_class": found}
-    settings.pop("base_revision", None)  # of the run's own base
+    settings.pop("base_revision", None)  # a commit of the run's own base
     if (commit := fingerprint.base_revision(model)) is not None:
         settings["base_revision"] = commit
     return TrainedPolicy(adapted, tokenizer, settings)

@@ -52,7 +52,7 @@ from ..support.files import hub_commit, named_in_errors
 from . import write
 from .write import Job
 
-if TYPE_CHECKING:  # imports PEFT, not needed here
+if TYPE_CHECKING:  # imports PEFT, which is not needed here
     from ..checkpoint.settings import RunSettings
 
 REPORT_NAME = "quantization_report.json"
@@ -385,7 +385,7 @@ def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize
             errors.append(_error(info.name.removesuffix(".weight"), weight, tensor))
             del weight, tensor
         if len(layers) > 1:
-            share_global_scale(layers)  # as after loading, for the same bytes
+            share_global_scale(layers)  # loading does this too: same bytes
         note["rows"] = [
             row_of(f"{error['name']}.{name}", parameter)
             for layer, error in zip(layers, errors, strict=True)

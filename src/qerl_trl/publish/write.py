@@ -170,7 +170,7 @@ class _Shard:
                 del tensor
                 if position == end:
                     break
-        next(made, None)  # lets a generator finish
+        next(made, None)  # let the generator finish
         with self._lock:
             self._left -= 1
             last = self._left == 0

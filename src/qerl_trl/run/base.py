@@ -103,7 +103,7 @@ def model_init(
     assert not isinstance(given, str), "TRL's configs parse JSON when they are built"
     init = dict(given or {})
     if (legacy := init.pop("torch_dtype", None)) is not None:
-        init.setdefault("dtype", legacy)  # its older name, as transformers reads it
+        init.setdefault("dtype", legacy)  # older name of dtype, which transformers reads too
     hub = _hub_arguments(args)
     if args.base_format != "nvfp4":
         _check_stored(model, args.base_format, hub)

@@ -66,7 +66,7 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
 
     def tell(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() == own:  # a forked child has this handler, too
+        if os.getpid() == own:  # a forked child inherits this handler
             os.write(2, f"\n{told('SIGTERM')}\n".encode())
         os.kill(os.getpid(), number)
 

@@ -44,7 +44,7 @@ _FULL_TEXT = re.compile(
     r"|unexpected pos \d+ vs \d+",
     re.IGNORECASE,
 )
-#: locks of this process, by folder, until its end
+#: folder -> descriptor of its lock, kept until this process ends
 _locks: dict[str, int] = {}
 
 

@@ -66,7 +66,7 @@ class Uploads:
         model_name: str | None = None,
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
-        **others: Any,  # of transformers' card, not in ours
+        **others: Any,  # transformers' arguments, unused in our card
     ) -> "Facts":
         from ..publish import card
 
@@ -105,7 +105,7 @@ class Uploads:
         from ..publish import hub
 
         trainer, to = self._trainer, self.destination(token=token, private=private)
-        secrets.check_places({"processing_class": trainer.processing_class})  # also one loaded with the model
+        secrets.check_places({"processing_class": trainer.processing_class})  # also checks one loaded with the model
         if to.adapter and to.base_model is None:
             hub.require_hub_base(trainer.model.config._name_or_path)
         return hub.prepare_repository(to.repo_id, to.private, to.token, to.revision)

@@ -29,7 +29,7 @@ from .publishing import PublishingMixin
 
 logger = logging.getLogger(__name__)
 
-#: the reference model moved by TRL (`sync_ref_model`), in a checkpoint; not saved by `Trainer`
+#: file in a checkpoint for the reference model that TRL moves (`sync_ref_model`); `Trainer` saves none
 REFERENCE_NAME = "reference_model.safetensors"
 
 
@@ -58,7 +58,7 @@ class RunRecord:
         model = trainer.accelerator.unwrap_model(trainer.model)
         if resume is not None and not trainer.is_fsdp_enabled and fingerprint.take_embeddings(model, resume):
             trainer.base_sha256 = fingerprint.base_sha256(model)
-        if self.settings is None:  # before the trainer creates its own
+        if self.settings is None:  # before the trainer creates an optimizer
             given = {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
             trainer.given_optimizers = {
                 name: type(each).__qualname__ for name, each in given.items() if each is not None

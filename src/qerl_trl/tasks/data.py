@@ -94,7 +94,7 @@ def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
     finally:
         csv.field_size_limit(limit)
     for cells, line in rows:
-        if len(cells) != len(header):  # cells would be lost
+        if len(cells) != len(header):  # zip would lose cells
             raise csv.Error(
                 f"line {line} has {len(cells)} cells, but the header {len(header)}; quote a text that "
                 f"contains {delimiter!r}"
@@ -108,7 +108,7 @@ def _json(text: str, **numbers: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     at = _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches everywhere
     while at < len(text):
-        found, at = decoder.raw_decode(text, at)  # its error has the line
+        found, at = decoder.raw_decode(text, at)  # the error names the line
         rows += found if isinstance(found, list) else [found]
         at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
     return rows

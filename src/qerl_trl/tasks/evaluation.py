@@ -284,7 +284,7 @@ def solve(
             padded: dict[str, Any] = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
             batch = tokenizer([texts[i] for i in rows], add_special_tokens=False, **padded).to(model.device)
             with of_the_model_alone(model):
-                output = cast(Any, model).generate(  # torch types a module's attributes as tensors
+                output = cast(Any, model).generate(  # torch types attributes of modules as tensors
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
                     generation_config=generation_config,

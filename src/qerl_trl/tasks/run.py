@@ -142,7 +142,7 @@ class _Run:
                 f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only "
                 "measure as training begins. Restore the file, resume without them, or start in another output_dir."
             )
-        continued = "" if in_training else f" {last_whole(resume)}"  # training prints it itself
+        continued = "" if in_training else f" {last_whole(resume)}"  # training prints this itself
 
         def measure() -> None:
             if not self.before:

@@ -38,7 +38,7 @@ from .task import PARSED, Task, TaskArguments
 
 logger = logging.getLogger(__name__)
 
-#: their fields are the options in a recipe and on the command line
+#: classes with a field for each option in a recipe and on the command line
 KINDS: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
 _NAMES = [field.name for kind in KINDS for field in dataclasses.fields(kind)]
 #: default without a task

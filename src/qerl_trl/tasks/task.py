@@ -126,7 +126,7 @@ class Task:
         """Return a copy with fields replaced by those of a recipe or command line."""
         given = {name: value for name, value in said.items() if value is not None and name in PARSED}
         if given.get("dataset_name") not in (None, self.dataset_name) and "dataset_config" not in given:
-            given["dataset_config"] = None  # belongs to the previous data
+            given["dataset_config"] = None  # the configuration of the previous data
         return dataclasses.replace(self, **given)
 
     @property
@@ -184,7 +184,7 @@ class Task:
     def rewards(self) -> list[str | Callable]:
         """Return the reward functions; a reward model stays a name."""
         if self.reward_funcs is None and self.environment_factory is not None:
-            return []  # the environment has its own
+            return []  # the environment gives rewards
         named = self.reward_funcs
         if named is None:
             named = list(_OURS) if self.answer_format == "marked" else [_OURS[0]]
