@@ -210,7 +210,7 @@ def correctness(
 
 
 def format_reward(completions: list, **kwargs) -> list[float]:
-    """Return 1.0 for a completion ending in its only `#### answer` line, after at least one line of work, else 0.0."""
+    """1.0 for a completion ending in exactly one `#### answer` line after at least one line of work, else 0.0."""
     return [float(_well_formed(completion_text(c))) for c in completions]
 
 
