@@ -52,7 +52,7 @@ def lock(output_dir: str | os.PathLike) -> None:
     """Keep other processes from training into `output_dir` for the life of this one. Repeatable.
 
     Raises:
-        `RuntimeError`: another process has it. Not on a file system without locks.
+        `RuntimeError`: another process has it (unnoticed on a file system without locks).
     """
     folder = Path(output_dir).resolve()
     if str(folder) in _locks:
@@ -126,7 +126,7 @@ def step_of(folder: str | os.PathLike) -> int:
 
 
 def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[str, Any], allowed: bool) -> list[str]:
-    """Compare `settings` with those of the resumed run, or for a new run with those of its folder's owner.
+    """Compare `settings` with those of the resumed run, or for a new run with those of the folder's owner.
 
     Returns:
         Differences permitted by `allowed` (`allow_other_settings`), one line each, including earlier ones.
@@ -197,7 +197,7 @@ def require_own(
         resumed: the run was resumed in the folder, which may contain its pushed adapter.
 
     Raises:
-        `ValueError`: the folder has one.
+        `ValueError`: the folder has either.
     """
     own, others = (settings, None) if resumed else (None, settings)
     if held := _held(Path(folder), own, others, changed):

@@ -94,7 +94,7 @@ def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
     finally:
         csv.field_size_limit(limit)
     for cells, line in rows:
-        if len(cells) != len(header):  # zip would lose cells
+        if len(cells) != len(header):  # refused: cells would be lost
             raise csv.Error(
                 f"line {line} has {len(cells)} cells, but the header {len(header)}; quote a text that "
                 f"contains {delimiter!r}"
