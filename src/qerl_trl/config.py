@@ -37,7 +37,7 @@ _CHOICES = {
 
 
 class Range(NamedTuple):
-    """Smallest value `least`, exclusive with `above`. `none`: None is allowed too."""
+    """Allowed values of a number: at least `least` (more than it with `above`); integers if `whole`; None if `none`."""
 
     least: float
     whole: bool = True
@@ -89,7 +89,7 @@ def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-@dataclass(repr=False)  # the generated one would show hub_token
+@dataclass(repr=False)  # a generated repr would show hub_token
 class QeRLArguments(OnlineConfig):
     r"""
     Fields added by QeRL to a TRL config. Mixed into [`QeRLConfig`] and [`QeRLRLOOConfig`].
@@ -101,7 +101,7 @@ class QeRLArguments(OnlineConfig):
             Format of the base weights during training: `"nvfp4"` (frozen, 4-bit, blocks of 16, with an adapter), or a
             control arm: `"bf16"` and `"nf4"` (QLoRA) are frozen with an adapter, `"full"` trains every weight.
         scale_rule (`str`, *optional*, defaults to `"rtn"`):
-            Rule for the block scales when bf16 weights are quantized at load: `"rtn"` (the paper's), `"four_over_six"`
+            Rule for the block scales when bf16 weights are quantized at load: `"rtn"` (the paper), `"four_over_six"`
             or `"neighbor_sweep"`. See [`qerl_trl.nvfp4`].
         modules_to_not_convert (`list[str]`, *optional*):
             Linear layers that stay in bf16, by exact name or pattern. `lm_head` always does.
@@ -111,7 +111,7 @@ class QeRLArguments(OnlineConfig):
         aqn (`bool`, *optional*, defaults to `True`):
             Whether to add scheduled Gaussian noise to the RMSNorm weights while completions are generated.
         aqn_schedule (`str`, *optional*, defaults to `"exponential"`):
-            Decay of sigma from `aqn_sigma_start` to `aqn_sigma_end`: `"exponential"` (the paper's), `"linear"`,
+            Decay of sigma from `aqn_sigma_start` to `aqn_sigma_end`: `"exponential"` (the paper), `"linear"`,
             `"cosine"`, `"logarithmic"`, `"constant"`, or `"entropy_target"`, which steers sigma between the two so that
             the entropy of the sampling policy (`rollout/entropy`) follows `aqn_entropy_target`.
         aqn_sigma_start (`float`, *optional*, defaults to `1e-2`):
@@ -145,10 +145,10 @@ class QeRLArguments(OnlineConfig):
             the run when it exceeds 10 times the value in 3 consecutive rollouts. A tenth of both limits applies to
             `rollout/logp_gap` and the KL without noise, both ideally zero. `None` disables the check.
         rollout_timeout (`float`, *optional*, defaults to `3600`):
-            A rollout with vLLM, tools and environments included, ends the run after this many seconds. 0: no limit.
+            Seconds after which an unfinished rollout with vLLM, tools included, ends the run. 0: no limit.
         rollout_probe (`str`, *optional*, defaults to `"warn"`):
             At start, compare vLLM and the trainer on prompts of the run: without adapter, with a probe adapter, under
-            noise. On disagreement `"refuse"` ends the run, `"warn"` logs it; `"off"` skips it. Undecided: a warning.
+            noise. On disagreement `"refuse"` ends the run, `"warn"` (or an undecided result) logs it; `"off"` skips it.
         rollout_probe_steps (`int`, *optional*, defaults to `100`):
             Interval, in steps, of further comparisons without noise, each taking a second or two. 0: at start only.
         vllm_gpu_memory_utilization (`float`, *optional*):
@@ -164,8 +164,8 @@ class QeRLArguments(OnlineConfig):
         > Update
 
         padding_free (`bool`, *optional*):
-            Compute the update on a packed row of tokens, a shared prompt once; losses and micro-batches stay TRL's. By
-            default if the model and the GPU support it; `True` requires it, `False` pads as TRL does.
+            Compute the update on a packed row of tokens, a shared prompt once; losses and micro-batches as in TRL. By
+            default on if the model and the GPU support it; `True` requires it, `False` pads as TRL does.
         compile_layers (`bool`, *optional*):
             Compile the decoder layers of the trainer's model when training starts (torch.compile). Defaults to `True`
             on a CUDA device. A layer that fails to compile runs uncompiled, with one warning.
@@ -180,7 +180,7 @@ class QeRLArguments(OnlineConfig):
         > Checkpoints
 
         allow_other_settings (`bool`, *optional*, defaults to `False`):
-            Resume from a checkpoint of a run with other settings, with a warning listing them, instead of refusing.
+            Resume from a checkpoint of a run with other settings, with a warning that lists them. `False` refuses.
 
         > Publishing
 
@@ -193,7 +193,7 @@ class QeRLArguments(OnlineConfig):
             End the run after this many consecutive rollouts with only `None` rewards. Warn once if nothing is learned:
             as many rollouts with zero advantages, or fewer with at least 12 groups.
         reward_timeout (`float`, *optional*, defaults to `1800.0`):
-            A reward function ends the run, named in the error, after this many seconds per batch. `None`: no limit.
+            Seconds per batch after which an unfinished reward function ends the run. `None`: no limit.
     """
 
     base_format: str = _field("nvfp4", "Base weights: 'nvfp4'; as control arms 'bf16', 'nf4' or 'full' (no adapter).")
@@ -234,7 +234,7 @@ class QeRLArguments(OnlineConfig):
     reward_timeout: float | None = _field(1800.0, "End the run when a reward function takes longer, in seconds.")
 
     def __post_init__(self):
-        # on for TRL and transformers; `memory/of_trainer.py` then excludes layers
+        # TRL and transformers get True; `memory/of_trainer.py` then excludes layers
         newer = vars(self).get(_NEWER_NAME)  # takes precedence if both are given, as in transformers
         wanted = self.gradient_checkpointing if newer is None else newer
         self.recompute_as_needed = wanted is None
@@ -250,7 +250,7 @@ class QeRLArguments(OnlineConfig):
             super().__post_init__()
         except ValueError as error:
             cause = ""
-            if isinstance(error, json.JSONDecodeError):  # its message names no field
+            if isinstance(error, json.JSONDecodeError):  # the message of json names no field
                 given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
                 cause = f". {' or '.join(given)} is not JSON. Pass names and values in JSON."
             elif "bf16/gpu" in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
@@ -276,12 +276,12 @@ class QeRLArguments(OnlineConfig):
         if self.use_transformers_continuous_batching:
             logger.warning(
                 "use_transformers_continuous_batching=True casts the model to bf16, its float32 adapter included: "
-                "small updates are lost. use_vllm=True is the faster rollout."
+                "small updates are lost. Use vLLM (use_vllm=True), which is also faster."
             )
         if (repository := vars(self).get("log_completions_hub_repo")) is not None:  # GRPO only
             logger.warning(
-                "log_completions_hub_repo=%r uploads completions every two minutes, unchecked, and public if that "
-                "repository is. log_completions=True alone keeps them in output_dir.",
+                "log_completions_hub_repo=%r uploads completions every two minutes without a check for secrets, and "
+                "publicly if that repository is public. Set only log_completions=True to keep them in output_dir.",
                 repository,
             )
         self.aqn_seed = self.seed if self.aqn_seed is None else self.aqn_seed
@@ -289,7 +289,7 @@ class QeRLArguments(OnlineConfig):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        # with these transformers leaves the model on the CPU until train() or evaluate(), after the start of an engine
+        # with a full_eval option, transformers would leave the model on the CPU until after the start of an engine
         cast = self.bf16_full_eval or self.fp16_full_eval
         return True if cast and fsdp_version(self) is None and self.deepspeed_plugin is None else None
 
@@ -311,8 +311,8 @@ class QeRLArguments(OnlineConfig):
             )
         self.gradient_accumulation_steps = pieces // updates
 
-    # Source of logs, trackers and files, so free of secrets: TrainingArguments masks its own `*_token` fields, but not
-    # the content of `model_init_kwargs`.
+    # Logs, trackers and files are made from it, so secrets are masked: TrainingArguments masks only its own `*_token`
+    # fields, not the content of `model_init_kwargs`.
 
     def to_dict(self) -> dict[str, Any]:
         told: dict[str, Any] = super().to_dict()
@@ -331,20 +331,20 @@ class QeRLArguments(OnlineConfig):
         return secrets.cleaned(vars(self), mask=None)
 
     def __deepcopy__(self, memo: dict) -> "QeRLArguments":
-        copied = object.__new__(type(self))  # a copy in memory keeps its secrets, so not by pickling
+        copied = object.__new__(type(self))  # a copy in memory keeps its secrets, which pickling removes
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
 
-@dataclass(repr=False)  # the generated one would show hub_token
+@dataclass(repr=False)  # a generated repr would show hub_token
 class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # vllm_gpu_memory_utilization may be None
     r"""
     Configuration of [`QeRLGRPOTrainer`]: [`trl.GRPOConfig`], [`QeRLArguments`] and three other defaults.
 
     Parameters:
         learning_rate (`float`, *optional*, defaults to `1e-5`):
-            The paper's for LoRA on NVFP4 (Table 4); it trained bf16 LoRA with 5e-6.
+            The paper's value for LoRA on NVFP4 (Table 4), which uses 5e-6 for LoRA on bf16.
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
             TRL's default `"sequence_mask"` drops most sequences once the rollout policy is noisy.
         hub_private_repo (`bool`, *optional*, defaults to `True`):
@@ -359,8 +359,8 @@ class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # vllm_gpu_m
     )
 
 
-@dataclass(repr=False)  # the generated one would show hub_token
-class QeRLRLOOConfig(QeRLArguments, RLOOConfig):  # type: ignore[misc]  # the same
+@dataclass(repr=False)  # a generated repr would show hub_token
+class QeRLRLOOConfig(QeRLArguments, RLOOConfig):  # type: ignore[misc]  # as above
     """Configuration of [`QeRLRLOOTrainer`]: every field of [`trl.RLOOConfig`] and those of [`QeRLArguments`]."""
 
     _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)

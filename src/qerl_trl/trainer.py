@@ -9,7 +9,7 @@ methods, the reason, and the hook of TRL or transformers to replace each:
 | `train` | banner; resumes only whole checkpoints of equal settings; noise off at the end | check before loading |
 | `set_initial_training_values` | a finished run takes no further step | check before the first step |
 | `_get_train_sampler` | prompts of a resumed run in its epoch's order | `set_epoch` on TRL's sampler |
-| `_load_from_checkpoint` | the trained adapter, even if TRL keeps a second one as reference | fix in `Trainer` |
+| `_load_from_checkpoint` | loads the trained adapter, even if TRL keeps a second one as reference | fix in `Trainer` |
 | `_load_best_model` | refuses a damaged best checkpoint | `on_load_best` |
 | `_maybe_log_save_evaluate` | a callback's request counts in all processes; saves between rollouts | gathered control |
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model`, `_save` | seal, rotate, push | `on_save` before rotation |
@@ -92,7 +92,7 @@ def attach(trainer: Any) -> None:
     trainer._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
     trainer._passes = OnePass(trainer)
     trainer.reward_funcs = rewards.checked_rewards(trainer.reward_funcs, trainer.reward_func_names, args.reward_timeout)
-    if getattr(trainer, "rollout_func", None) is not None:  # GRPO has it
+    if getattr(trainer, "rollout_func", None) is not None:  # GRPO only
         trainer.rollout_func = checked_rollout_func(trainer.rollout_func)
     prepare_trainable(trained)
     if args.aqn:
@@ -118,7 +118,7 @@ class QeRLMixin(SavingMixin):
         peft_config (`LoraConfig`, *optional*):
             Defaults to rank 32, alpha 64 on all linear layers, unless `base_format="full"`.
 
-    All other arguments are the parent's.
+    All other arguments are those of the parent trainer.
     """
 
     _config_class: type[QeRLConfig] | type[QeRLRLOOConfig]
@@ -206,7 +206,7 @@ class QeRLMixin(SavingMixin):
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        trainer: Any = self  # TRL's buffer is typed by each of its trainers
+        trainer: Any = self  # each TRL trainer types its buffer differently
         before = trainer._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         made = trainer._buffered_inputs
@@ -229,7 +229,7 @@ class QeRLMixin(SavingMixin):
         with BytesWithoutGradient():
             prepared = super()._prepare_for_training(*args, **kwargs)
         for module in self.model.modules():
-            vars(module).pop("unread", None)  # now it has rank 0's weights: compile it as there
+            vars(module).pop("unread", None)  # weights came from rank 0: compile the layer as there
         return prepared
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -259,7 +259,7 @@ class QeRLMixin(SavingMixin):
                 logs |= {f"seconds/{phase}": seconds for phase, seconds in self._timer.take().items()}
                 logs["memory/peak_gib"] = banner.peak_memory_gib(self.args.device)
         super().log(logs, start_time)
-        if start_time is not None:  # the trainer's own, in every process
+        if start_time is not None:  # a log by Trainer itself, on every rank
             self._saves.agree()
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:

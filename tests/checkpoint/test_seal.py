@@ -49,7 +49,7 @@ def write_manifest(content):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / seal.MANIFEST_NAME).unlink(), "stopped before it was complete"),
+        (lambda f: (f / seal.MANIFEST_NAME).unlink(), "stopped before the folder was complete"),
         (write_manifest(b'{"files"'), "unreadable"),
         (write_manifest(b"[]"), "unreadable"),
         (write_manifest(b"\xff\xfe{}"), "unreadable"),

@@ -73,7 +73,7 @@ def test_another_benchmark_than_the_runs_own_gives_a_note(dataset, noted, finish
     folder = shutil.copytree(finished[0], tmp_path / "run")
     (folder / "results.json").write_text(json.dumps({"task": "words", "dataset": dataset}))
     _, _, err = call("eval", folder)
-    assert ("measured on its task, words. This measures gsm8k; --task" in err) is noted
+    assert ("measured on its task, words. This measures gsm8k; pass --task" in err) is noted
 
 
 def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenizer, problems, tmp_path, monkeypatch):

@@ -124,8 +124,8 @@ def test_runs_start_as_the_accelerate_file_says(arms, tmp_path, monkeypatch):
     ("words", "expected"),
     [
         (("--arms", "int8"), "no such arm. Choose from nvfp4, nvfp4-no-noise, bf16"),
-        (("--arms", "bf16", "--seed", "4"), "--seed cannot be one for all runs"),
-        (("--arms", "bf16", "--base-format", "nf4"), "--base-format cannot be one for all runs"),
+        (("--arms", "bf16", "--seed", "4"), "--seed cannot be the same for all runs"),
+        (("--arms", "bf16", "--base-format", "nf4"), "--base-format cannot be the same for all runs"),
         (("--arms", "bf16", "--accelerate-config", "absent"), "--accelerate_config absent is no file"),
     ],
 )

@@ -67,7 +67,7 @@ def example():
             ["--aqn_sigma_start", "-1"],
             "sigma_start=-1.0, sigma_end=0.0005, num_stages=10 is no noise schedule. Pass finite",
         ),
-        (["--learning_rat", "1"], "--learning_rat: no option of a run"),
+        (["--learning_rat", "1"], "--learning_rat: unknown option in"),
         (["--num_generations", "1"], "at least 2 generations"),
         (["--model_name_or_path", "./typo"], "./typo is neither a folder here nor a Hub id (user/name)."),
     ],

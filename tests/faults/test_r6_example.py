@@ -116,7 +116,7 @@ def test_ctrl_c_in_a_measurement_names_the_next_command(moment, example, measure
     said = " ".join(ended.value.__notes__)
     wanted = {
         "before": "No checkpoint was written yet, so the same command starts over.",
-        "before, resumed": f"The last whole checkpoint is {run / 'checkpoint-1'}: the same command goes on from it",
+        "before, resumed": f"The last whole checkpoint is {run / 'checkpoint-1'}: the same command resumes from it",
         "after": f"training is over, and saved in {run}.",
     }
     assert [text in said for text in wanted.values()] == [moment == each for each in wanted]

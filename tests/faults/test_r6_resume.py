@@ -143,8 +143,8 @@ def test_an_adapter_is_no_checkpoint(sealed, tiny_runs, tmp_path):
 def check_announced(text: str, run: Path, newest: str, wanted: int) -> None:
     """A run has printed once from which checkpoint it resumes, and the alternative."""
     step = newest.removeprefix("checkpoint-")
-    assert text.count("goes on at step") == 1
-    for word in (f"{run} goes on at step {step} of {wanted} (epoch ", f"from {newest}", "choose another output_dir"):
+    assert text.count("resumes at step") == 1
+    for word in (f"{run} resumes at step {step} of {wanted} (epoch ", f"from {newest}", "choose another output_dir"):
         assert word in text
 
 
@@ -167,7 +167,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest,
     with pytest.raises(Interrupted):
         tiny_runs.command(run, reward=interrupting(rollout), **options)
     assert seal.last_checkpoint(run) == str(run / newest)
-    assert "goes on" not in capsys.readouterr().out  # of first starts
+    assert "resumes at" not in capsys.readouterr().out  # of first starts
     resumed = tiny_runs.command(run, **options)
     check_announced(capsys.readouterr().out, run, newest, options["max_steps"])
     moved = "one rollout is used for 2 steps here"
@@ -198,7 +198,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, finished, tm
     assert seal.last_checkpoint(run) == str(run / "checkpoint-1")
     tiny_runs.command(run)
     check_announced(capsys.readouterr().out, run, "checkpoint-1", 2)
-    half = "checkpoint-2: qerl_manifest.json is missing: the run that wrote it was stopped before it was complete"
+    half = "checkpoint-2: qerl_manifest.json is missing: the run was stopped before the folder was complete"
     assert (half in caplog.text) is (moment == "in a save")
     assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
 
@@ -234,7 +234,7 @@ def test_a_finished_run_stays_finished(tiny_runs, finished, tmp_path, caplog):
         assert tiny_runs.command(run).state.global_step == 2
         assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
     assert not (run / "checkpoint-3").exists()
-    assert "2 steps are done, 2 are wanted. Nothing is trained." in caplog.text
+    assert "2 of 2 steps are done. Nothing is trained." in caplog.text
 
 
 class Decreasing(TrainerCallback):
@@ -268,7 +268,7 @@ def test_the_best_weights_are_recorded_as_such(damaged, tiny_runs, tmp_path, cap
     changed = None if damaged else ["weights: those of checkpoint-1 (load_best_model_at_end)"]
     assert seal.recorded_run(run).get("changed") == changed
     assert "changed" not in seal.recorded_run(run / "checkpoint-3")
-    assert damaged is ("checkpoint-1 is damaged" in caplog.text and "those of the last step" in caplog.text)
+    assert damaged is ("checkpoint-1 is damaged" in caplog.text and "last step's weights stay" in caplog.text)
 
 
 # --- with other settings ---

@@ -117,7 +117,7 @@ def test_an_adapter_that_is_loaded_by_hand(by, finished, other_base, tiny_runs, 
     load(other_base, allow_other_base=True)
     load(tiny_runs.model)
     flip_a_bit(folder / WEIGHTS)
-    with raises(ValueError, f"{name} is not as it was sealed", WEIGHTS, "download it again"):
+    with raises(ValueError, f"{name} differs from its manifest", WEIGHTS, "download it again"):
         load(tiny_runs.model)
 
 
@@ -174,7 +174,7 @@ def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny
     fails(words, "push", "adapter", tmp_path / "adapter", REPO)
     assert REPO not in server.repos
     err = works("push", "adapter", tmp_path / "adapter", REPO, "--allow-other-base")
-    assert "It is named all the same, as allowed" in err and WEIGHTS in server.repos[REPO]["files"]
+    assert "It is used anyway, as allowed" in err and WEIGHTS in server.repos[REPO]["files"]
 
 
 # --- a merge without effect, and one that is done twice ---

@@ -42,7 +42,7 @@ def write(folder, content, name="results.json"):
 OTHERS = {
     "settings": ({**OF, "settings_sha256": "0ther"}, "settings_sha256 0ther there, 5e77 here"),
     "base": ({**OF, "base_sha256": "0ther"}, "base_sha256 0ther there, ba5e here"),
-    "nothing": (None, "does not say with which settings"),
+    "nothing": (None, "does not record the settings"),
 }
 
 
@@ -52,9 +52,9 @@ def test_results_of_another_run(of, words, folder, caplog):
     path = write(folder, {**RESULTS, "settings": of})
     facts = cards.facts_of_run(folder, SETTINGS)
     assert not {"results", "log"} & set(facts) and facts["dataset"] is None and "52.3" not in cards.render(facts)
-    assert f"{path} is of another run than {folder}" in caplog.text and words in caplog.text
+    assert f"{path} belongs to another run than {folder}" in caplog.text and words in caplog.text
     assert cards.facts_of_run(folder, SETTINGS, dataset="my/own")["dataset"] == "my/own"
-    assert caplog.text.count("is of another run") == 1  # a run that pushes while it trains has many cards
+    assert caplog.text.count("belongs to another run") == 1  # a run that pushes while it trains has many cards
     path = write(folder, '{"after": ')
     assert "52.3" not in cards.render(cards.facts_of_run(folder, SETTINGS))
     assert f"{path} is damaged" in caplog.text and "Run its command again" in caplog.text
@@ -75,7 +75,7 @@ def test_a_checkpoint_shows_no_figures_of_the_end(folder, caplog):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"weights_sha256": "0ther"}, "measured other weights than are there"),
+        ({"weights_sha256": "0ther"}, "measured other weights than the folder has"),
         ({"weights_sha256": None}, "does not say which weights it measured"),
         ({"base_format": "bf16"}, "measured the adapter on a base in bf16, and it was trained on nvfp4"),
         ({"base_sha256": "0ther"}, "measured the adapter on another base"),

@@ -221,7 +221,7 @@ def test_a_secret_in_a_file_that_would_be_published(how, server, merged, tmp_pat
     ],
 )
 def test_a_token_in_the_words_of_a_push(where, repo, options, server, merged):
-    with raises(hub.HubError, f"{where} contains", "nothing was uploaded", "Choose another"):
+    with raises(hub.HubError, f"{where} contains", "nothing was uploaded", "Leave the secret out"):
         hub.push_folder(merged, repo, **options)
     assert not server.repos
 

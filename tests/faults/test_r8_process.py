@@ -51,7 +51,7 @@ def test_ctrl_c_names_the_checkpoint_and_how_to_resume(without_optimizer, tiny_r
     said = "\n".join(ended.value.__notes__)
     assert "at step 2 of 2" in said and str(tmp_path / "run" / "checkpoint-1") in said
     assert ("checkpoint-1, without an optimizer" in said) is without_optimizer
-    assert ("the same command goes on" in said) is not without_optimizer
+    assert ("the same command resumes" in said) is not without_optimizer
     assert errors.exit_code(ended.value) == 130
 
 
@@ -165,9 +165,9 @@ def test_sigterm(tiny_runs, finished, tmp_path, capfd):
     assert process.exitcode == -signal.SIGTERM
     said = capfd.readouterr().err
     assert said.count("SIGTERM at step 1 of 2") == 1
-    assert said.count(f"last whole checkpoint is {run / 'checkpoint-1'}: the same command goes on from it") == 1
+    assert said.count(f"last whole checkpoint is {run / 'checkpoint-1'}: the same command resumes from it") == 1
     check_resumed(tiny_runs, run, finished)
-    assert f"{run} goes on at step 1 of 2" in capfd.readouterr().out
+    assert f"{run} resumes at step 1 of 2" in capfd.readouterr().out
 
 
 # --- several processes ---

@@ -145,7 +145,7 @@ def test_added_tokens_need_the_runs_base_and_no_engine_that_loads_lora_only(trai
     model, tokenizer = with_tokens(tiny_model_dir("qwen2"), 358, "bf16")
     run, other = tmp_path / "run", shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "other")
     trainer_of(model, run, tokenizer, base_format="bf16").save_model()
-    with pytest.raises(ValueError, match=r"embed_tokens|lm_head.* and vLLM loads LoRA only. Measure its merge"):
+    with pytest.raises(ValueError, match=r"embed_tokens|lm_head.* but vLLM loads LoRA only. Evaluate its merge"):
         check_served_base(run, str(tiny_model_dir("qwen2")))
     edit(other / FILE, lambda stored: stored["model.layers.0.mlp.up_proj.weight"][0].add_(1))
     words = ("has other weights than the base that the adapter was trained on",)

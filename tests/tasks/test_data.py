@@ -135,7 +135,7 @@ PER_LINE = "one JSON object per line"
         ("train.jsonl", b'{"question": "1?", "answer": 1}\n{"question": "2?",\n', f"read: .*line 3 .*{PER_LINE}"),
         ("train.json", b'[{"question": "1?"},\n{"question" 2}]', f"read: .*line 2 column 13.*{PER_LINE}"),
         ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', f"read: 'str' object .*{PER_LINE}"),
-        ("train.csv", b"question,answer\n1?,1\n\n2?,2,3\n", "line 4 has 3 cells, and the header 2; .* in quotes"),
+        ("train.csv", b"question,answer\n1?,1\n\n2?,2,3\n", "line 4 has 3 cells, but the header 2; quote a text"),
         ("train.csv", b'question,answer\n1?,1\n"2?,2\n3?,3\n', "read: unexpected end of data"),
         ("train.csv", "question,answer\né?,2\n".encode("latin-1"), "can't decode byte 0xe9.*Write it again in UTF-8"),
         ("train.jsonl.gz", gzip.compress(b'{"question": "1?"}', mtime=0)[:-9], "read: .*Write it again"),

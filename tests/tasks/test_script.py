@@ -43,9 +43,9 @@ def test_the_task_of_a_script_comes_before_the_recipes(folder, parse, caplog):
     own = dataclasses.replace(OWN, reward_funcs=["correctness_reward"], grader="exact")
     script = Script.parse(own, config="letters", argv=["--output_dir", str(folder / "run")])
     assert script.task.dataset_name == "user/mine" and script.task.reward_funcs == ["correctness_reward"]
-    assert "is left out" not in caplog.text
+    assert "are ignored" not in caplog.text
     assert parse(recipe="task: letters\ndataset_name: user/other\n", task=own).task.dataset_name == "user/mine"
-    assert "of the recipe task: letters, dataset_name: user/other is left out" in caplog.text
+    assert "of the recipe are ignored: task: letters, dataset_name: user/other" in caplog.text
     assert parse("--task", "letters", task=own).task.dataset_name != "user/mine"
 
 
@@ -119,9 +119,9 @@ def test_the_embedded_model_keeps_its_recipe(model, monkeypatch, tmp_path):
 
 
 def test_an_unknown_option_is_refused_with_similar_ones(parse):
-    with pytest.raises(ValueError, match=r"--max_stepps: no option of a run.* There is --max_steps"):
+    with pytest.raises(ValueError, match=r"--max_stepps: unknown option .* There is --max_steps"):
         parse("--max_stepps", "3", recipe="learning_rate: 1.0e-5\n")
-    with pytest.raises(ValueError, match=r"--reward_func --zebra=1: no option .* There is --reward_funcs"):
+    with pytest.raises(ValueError, match=r"--reward_func --zebra=1: unknown option .* There is --reward_funcs"):
         parse("--zebra=1", recipe="reward_func: [own.py:shouted]\n")
     taken = {field.name for kind in (QeRLConfig, ModelConfig) for field in dataclasses.fields(kind)}
     assert not taken & {*PARSED, "task", "eval_problems"}  # no option has two homes

@@ -30,9 +30,9 @@ from ..support.names import canonical_name, is_part
 _CHUNK = 2**21
 #: odd random constants: for a word's place, and for the two mixing steps
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-#: beginnings of the parts of a parameter's name that an adapter adds
+#: beginnings of the name parts that an adapter adds to a parameter
 _ADAPTERS = re.compile(r"(?:^|\.)(?:lora_|modules_to_save|trainable_tokens_)")
-#: of a configuration, what says nothing of a forward, or is set by loading and training
+#: configuration fields without effect on a forward, or set by loading and training
 _NOT_OF_A_FORWARD = re.compile(
     r"_.*|transformers_version|(?:torch_)?dtype|quantization_config|architectures|auto_map|use_cache"
     r"|tie_word_embeddings|initializer_range|(?:bos|eos|pad|sep|cls|mask)_token_id"
@@ -41,7 +41,7 @@ _NOT_OF_A_FORWARD = re.compile(
 
 
 MERGED = "The adapter is merged into the model already. Call unmerge_adapter() first, then save or export."
-#: limit for a base on a CPU, read at 100 MB per second
+#: largest base compared at every checkpoint on a CPU, which reads 100 MB per second
 _SLOW_BYTES = 1 << 28
 
 
@@ -55,7 +55,7 @@ class FingerprintRow(NamedTuple):
 
 
 def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | None:
-    """Fingerprint of the model without its adapters; `None` for a sharded or offloaded model.
+    """Compute the fingerprint of the model without its adapters; `None` if sharded or offloaded.
 
     Args:
         device: for the computation, tensor by tensor; each tensor's own by default.
@@ -78,30 +78,30 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
 
 
 def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
-    """The row of one parameter, for a fingerprint of tensors never together in memory."""
+    """Compute the row of one parameter, for a fingerprint of tensors never together in memory."""
     kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
     return FingerprintRow(name, list(tensor.shape), kind, int(_checksum(tensor.detach())))
 
 
 def sha256_of(rows: Iterable[FingerprintRow]) -> str:
-    """The fingerprint of all rows, in any order."""
+    """Compute the fingerprint of all rows, in any order."""
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
 def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
-    """[`base_sha256`], on this process's device. With FSDP (not `each`) the main process's, gathered: collective."""
+    """Compute [`base_sha256`] on this process's device. With FSDP (not `each`), get the main process's: collective."""
     state = PartialState()
     found = base_sha256(model, state.device) if each or state.is_main_process else None
     return found if each or state.num_processes == 1 else gather_object([found])[0]
 
 
 def base_revision(model: nn.Module) -> str | None:
-    """The Hub's commit of the loaded base; `None` for a folder, or if unknown."""
+    """Return the Hub commit of the loaded base; `None` for a folder, or if unknown."""
     return getattr(model.config, "_commit_hash", None)
 
 
 def stored_vocabulary(model: Any) -> int | None:
-    """Number of embeddings in a model's checkpoint; `None` if it is not available."""
+    """Return the number of embeddings in a model's checkpoint; `None` if it is not available."""
     try:
         config = type(model.config).from_pretrained(model.config.name_or_path, revision=base_revision(model))
     except OSError:
@@ -110,13 +110,13 @@ def stored_vocabulary(model: Any) -> int | None:
 
 
 def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
-    """Copy embeddings with added tokens from an adapter's file to a base, resized. Returns whether there are any."""
+    """Copy embeddings with added tokens from an adapter's file to a resized base. Returns whether the file has any."""
     from peft import PeftConfig  # slow import, needed here only
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
     if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
         return False
-    # the file has a trained copy under the name of the base's own
+    # with modules_to_save, the base's name belongs to the trained copy
     mark = ".original_module." if PeftConfig.from_pretrained(str(folder)).modules_to_save else ""
     base: Any = model.get_base_model() if is_peft_model(model) else model
     modules = (base.get_input_embeddings(), base.get_output_embeddings())
@@ -139,14 +139,14 @@ def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
 
 
 def base_config(model: nn.Module) -> dict[str, Any]:
-    """The base's configuration of its forward, as JSON, without its class's defaults: equal for a dense base and the
-    NVFP4 base made of it, and with newer releases of its classes. The fingerprint covers tied weights."""
+    """Return the configuration of the base's forward, as JSON, without its class's defaults: equal for a dense base and
+    the NVFP4 base made of it, and in newer releases of transformers. The fingerprint covers tied weights."""
     found = _of_a_forward(cast(PretrainedConfig, model.config))
     return cast(dict[str, Any], secrets.cleaned(found))  # written to files and messages
 
 
 def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:
-    """Also in nested configurations."""
+    """Select the fields of [`base_config`], in nested configurations too."""
     default = {} if getattr(config, "has_no_defaults_at_init", False) else _as_json(type(config)())
     found: dict[str, Any] = {}
     for name, value in _as_json(config).items():
@@ -163,19 +163,19 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter of that name is an adapter's."""
+    """Return whether a parameter of that name belongs to an adapter."""
     return _ADAPTERS.search(name) is not None
 
 
 @torch.no_grad()
 def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """int64 (), on the tensor's device: sum over its 64-bit words, each mixed with its place, counted from `first`."""
+    """Sum a tensor's 64-bit words, each mixed with its place (from `first`): int64 (), on the tensor's device."""
     flat = tensor.reshape(-1)
     size = 4 if flat.is_floating_point() else flat.element_size()
     places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
-        # the bytes, of floats as float32, padded with zeros
+        # bytes (of floats as float32), padded with zeros
         plain = (part.float() if part.is_floating_point() else part).contiguous().view(torch.uint8)
         if rest := plain.numel() % 8:
             plain = nn.functional.pad(plain, (0, 8 - rest))
@@ -188,7 +188,7 @@ def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
 
 
 class Pieces:
-    """The row of a parameter given in consecutive slices of its first dimension."""
+    """Compute the row of a parameter from consecutive slices of its first dimension."""
 
     def __init__(self, name: str, shape: Iterable[int], device: str | torch.device = "cpu") -> None:
         self._name, self._shape, self._device = name, list(shape), device
@@ -212,7 +212,7 @@ class Pieces:
 
 
 def _signed(number: int) -> int:
-    """The number as a signed 64-bit integer."""
+    """Wrap a number to a signed 64-bit integer."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -221,7 +221,7 @@ def check_base(model: nn.Module, began_with: str | None, in_the_middle: bool = F
 
     Args:
         began_with: fingerprint of the base at the start of the run, `None` if unknown.
-        in_the_middle: a checkpoint; a large base on a CPU is checked at the end only.
+        in_the_middle: called for a checkpoint: a large base on a CPU is checked only at the end of the run.
 
     Raises:
         `RuntimeError`: the adapter is merged, or a frozen weight changed.

@@ -13,11 +13,11 @@ if TYPE_CHECKING:  # no torch for comparing runs, no PEFT for `qerl-trl quantize
 
     from .fingerprint import FingerprintRow
 
-#: the file of a card's facts, next to the card
+#: file with a card's facts, next to the card
 FACTS_NAME = "qerl_card.json"
-#: a run's own measurements, in its folder
+#: file in a run's folder with its measurements
 RESULTS_NAME = "results.json"
-#: its measurements before training
+#: file in a run's folder with its measurements before training
 BEFORE_NAME = "before.json"
 #: results of `qerl-trl eval` in a model's folder
 EVALUATIONS = "eval-*.json"
@@ -78,9 +78,9 @@ class RunSettings(RecordedArguments, total=False):
 
     trainer: str  # the algorithm: "GRPO", "RLOO"
     model: str  # the base: Hub id or folder
-    base_revision: str  # its commit on the Hub, if it came from there
-    base_sha256: str  # of its weights (fingerprint.py); absent if no process had it whole
-    base_config: dict[str, Any]  # configuration of its forward (fingerprint.py)
+    base_revision: str  # commit of the base on the Hub, if loaded from there
+    base_sha256: str  # of the base's weights (fingerprint.py); absent if no process had the whole base
+    base_config: dict[str, Any]  # configuration of the base's forward (fingerprint.py)
     tokenizer_content_sha256: str
     special_tokens: dict[str, Any]  # ids: "eos" end a completion, "pad" follows
     dtype: str  # compute dtype
@@ -126,7 +126,7 @@ class ExportBase(TypedDict):
 
 
 class Export(ExportBase, total=False):
-    """Content and source of an export, without local paths. The manifest's `run`; equal records are the same export."""
+    """Content and source of an export, without local paths: `run` in its manifest. Equal records mean equal exports."""
 
     base_model: str | None  # the adapter's base, as given by the user
     auto_map: dict[str, Any]  # location of a model's custom code
@@ -153,9 +153,9 @@ class QuantizedLayer(TypedDict):
 
 
 class QuantizedNote(TypedDict, total=False):
-    """Notes on tensors while a checkpoint is quantized: a fused group's, or a dense one's, without `layers`."""
+    """Notes on tensors while a checkpoint is quantized: of a fused group, or (without `layers`) a dense tensor."""
 
-    rows: list["FingerprintRow"]  # lists, when read back
+    rows: list["FingerprintRow"]  # lists when read from JSON
     layers: list[QuantizedLayer]
 
 
@@ -212,7 +212,7 @@ class Results(TypedDict, total=False):
     decoding: str  # decoding of their answers, in words
     steps: int
     seed: int
-    train_seconds: float | None  # of the training, if any
+    train_seconds: float | None  # duration of the training, if any
     device: str
 
 
@@ -233,7 +233,7 @@ class Base(TypedDict):
 
 
 class RunResults(Results, total=False):
-    """results.json of a run. Empty in processes that do not write it."""
+    """Content of a run's results.json. Empty in processes that do not write it."""
 
     dataset: str | None
     measured_by: dict[str, Any]  # `tasks.evaluation.measured_by`
@@ -246,7 +246,7 @@ class RunResults(Results, total=False):
 
 
 class Evaluation(TypedDict, total=False):
-    """A benchmark's result: a part of one of `EVALUATIONS`."""
+    """A benchmark's result: a part of a file of `EVALUATIONS`."""
 
     name: str
     task: str
@@ -287,16 +287,16 @@ _PACKAGES = "qerl-trl trl transformers peft accelerate torch triton vllm vllm-cp
 
 
 def public_name(model: str) -> str:
-    """A Hub id (or any other name) unchanged; a path shortened to its last part, since paths are private."""
+    """Return a Hub id or other name unchanged, and of a path only its last part, since paths are private."""
     return Path(model).name if os.path.exists(model) or os.path.isabs(model) else model
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` names a Hub repository (`user/name`) and not a local folder."""
+    """Return whether `model` names a Hub repository (`user/name`) and not a local folder."""
     return bool(_HUB_ID.match(model)) and not os.path.isdir(model)
 
 
-@functools.cache  # parses metadata, several times per checkpoint
+@functools.cache  # parsing metadata is slow, and needed several times per checkpoint
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -305,13 +305,13 @@ def _version(name: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of Python and the packages with an effect on results."""
+    """Return the installed versions of Python and the packages with an effect on results."""
     known = {name: _version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **{name: version for name, version in known.items() if version}}
 
 
 def device_name(device: "torch.device") -> str:
-    """Human-readable device: the GPU's name and memory, or the CPU and its thread count."""
+    """Describe a device: the GPU's name and memory, or the CPU and its thread count."""
     import torch
 
     if device.type == "cuda":
@@ -322,5 +322,5 @@ def device_name(device: "torch.device") -> str:
 
 
 def hardware(args: Any) -> str:
-    """A run's hardware: the device of this process, and the number of processes."""
+    """Describe a run's hardware: the device of this process, and the number of processes."""
     return device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")

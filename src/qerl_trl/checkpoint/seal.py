@@ -1,6 +1,6 @@
 """Checkpoints, whole or absent: seal, verify, find.
 
-`Trainer` writes a checkpoint file by file into its final folder, so a killed run leaves a seemingly complete one. The
+`Trainer` writes a checkpoint file by file into its final folder, so a killed run leaves one that looks complete. The
 last file written is therefore a manifest with the size and SHA-256 of every other file; a folder without it, or
 different from it, is no checkpoint. Older checkpoints are removed after the new one is sealed. The newest one is the
 one sealed last, at any step: a run may go back.
@@ -33,7 +33,7 @@ _DECISIVE = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json",
     "adapter_config.json", "adapter_model*.bin",
 )  # fmt: skip
-#: its tokenizer's or processor's, if one was sealed; allowed in a folder without one
+#: the same for a tokenizer or processor, if one was sealed; allowed in a folder without one
 _OF_THE_TOKENIZER = (
     "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.json", "tokenizer_config.json", "added_tokens.json",
     "special_tokens_map.json", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
@@ -53,15 +53,15 @@ class Recorded(TypedDict, total=False):
     """The record sealed with a folder: `identity.RunSettings` (of a checkpoint, a run) or `publish.records.Export`."""
 
     kind: str  # of an export only
-    settings: "RunSettings"  # the same
-    survived: "Survived"  # the same
+    settings: "RunSettings"  # of an export only
+    survived: "Survived"  # of an export only
     global_step: int  # of a checkpoint or a run, as all below
     base_sha256: str
     changed: list[str]
 
 
 class Manifest(TypedDict):
-    """`qerl_manifest.json`. `files`: by relative name; `order`: of this seal in its run; `sha256`: of the others."""
+    """`qerl_manifest.json`. `files`: by relative name; `order`: number of the seal in a run; `sha256`: of the rest."""
 
     files: dict[str, SealedFile]
     run: Recorded
@@ -97,20 +97,20 @@ def seal(
 
 
 def manifest(files: Mapping[str, SealedFile], run: Mapping, order: int | None = None) -> Manifest:
-    """The content of a manifest, as [`read_manifest`] returns it."""
+    """Build the content of a manifest, as [`read_manifest`] returns it."""
     content = {"files": files, "run": run} | ({} if order is None else {"order": order})
     content = json.loads(secrets.redact(json.dumps(content)))
     return content | {"sha256": _own_sha256(content)}
 
 
 def _own_sha256(content: Mapping) -> str:
-    """Of a manifest's other entries, to detect edits."""
+    """Hash a manifest's other entries, to detect edits."""
     others = {name: content[name] for name in ("files", "run", "order") if name in content}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def discard(folder: str | os.PathLike) -> None:
-    """Remove a folder, manifest first, so that a partial removal is not taken for whole."""
+    """Remove a folder, manifest first, so that a partly removed one is not taken for a checkpoint."""
     folder = Path(folder)
     if folder.is_dir():
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def _aside(folder: Path) -> Path:
 
 
 def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: bool = False) -> list[str]:
-    """Defects of a checkpoint, one sentence each; empty if it is whole.
+    """List defects of a checkpoint, one sentence each; empty if it is whole.
 
     Args:
         read_up_to: bytes; larger files are not hashed, only their size is compared.
@@ -144,7 +144,7 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
     """
     folder = Path(folder)
     if not (folder / MANIFEST_NAME).is_file():
-        return [f"{MANIFEST_NAME} is missing: the run that wrote it was stopped before it was complete"]
+        return [f"{MANIFEST_NAME} is missing: the run was stopped before the folder was complete"]
     try:
         files = read_manifest(folder)["files"]
     except ValueError as error:
@@ -164,7 +164,7 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
 
 
 def added(folder: str | os.PathLike) -> list[str]:
-    """Model files added to a sealed folder, one sentence each. Call it if [`problems`] found none."""
+    """List model files added to a sealed folder, one sentence each. Call it if [`problems`] found none."""
     sealed = read_manifest(folder)["files"]
     found = [name for name in _found(folder, _DECISIVE) if name not in sealed]
     if "tokenizer_config.json" in sealed:
@@ -173,7 +173,7 @@ def added(folder: str | os.PathLike) -> list[str]:
 
 
 def tokenizer_files(folder: str | os.PathLike) -> list[str]:
-    """Names of the tokenizer's or processor's files in `folder`."""
+    """Return the names of tokenizer and processor files in `folder`."""
     return _found(folder, _OF_THE_TOKENIZER)
 
 
@@ -183,7 +183,7 @@ def _found(folder: str | os.PathLike, patterns: Iterable[str]) -> list[str]:
 
 
 def read_manifest(folder: str | os.PathLike) -> Manifest:
-    """The manifest of `folder`. All names are inside the folder.
+    """Read the manifest of `folder`. All names are inside the folder.
 
     Raises:
         `ValueError`: not written by [`seal`]. `OSError`: there is none.
@@ -201,7 +201,7 @@ def read_manifest(folder: str | os.PathLike) -> Manifest:
 
 
 def recorded_run(folder: str | os.PathLike) -> Recorded:
-    """The record of the run that sealed `folder`; empty without a readable manifest."""
+    """Return the record of the run that sealed `folder`; empty without a readable manifest."""
     try:
         return read_manifest(folder)["run"]
     except (OSError, ValueError):
@@ -209,13 +209,13 @@ def recorded_run(folder: str | os.PathLike) -> Recorded:
 
 
 def recorded_settings(folder: str | os.PathLike) -> Recorded:
-    """A folder's record of its run, for a run's folder or an export."""
+    """Return the run's settings recorded in a run's folder or an export; empty if unknown."""
     found = recorded_run(folder)
     return cast(Recorded, found.get("settings", {})) if "kind" in found else found
 
 
 def sealed_files(folder: str | os.PathLike) -> set[str]:
-    """Names of the files in `folder`'s manifest; none without a readable one."""
+    """Return the names of the files in `folder`'s manifest; none without a readable manifest."""
     try:
         return set(read_manifest(folder)["files"])
     except (OSError, ValueError):
@@ -223,7 +223,7 @@ def sealed_files(folder: str | os.PathLike) -> set[str]:
 
 
 def weights_sha256(folder: str | os.PathLike) -> str | None:
-    """Digest of the weights in a folder: its adapter's, else all files of its model. `None` without any."""
+    """Hash the weights in a folder: of its adapter, else all files of its model. `None` without any."""
     folder = Path(folder)
     files = [folder / "adapter_model.safetensors"]
     if not (folder / "adapter_config.json").is_file():
@@ -233,7 +233,7 @@ def weights_sha256(folder: str | os.PathLike) -> str | None:
 
 
 def of_a_run(folder: str | os.PathLike) -> list[str]:
-    """Contents of `folder` specific to a run: checkpoints, state, and the lock of a live one."""
+    """List contents of `folder` specific to a run: checkpoints, state, and the lock of a live run."""
     folder = Path(folder)
     found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
     found += ["trainer_state.json"] if (folder / "trainer_state.json").is_file() else []
@@ -252,18 +252,18 @@ def _is_locked(file: Path) -> bool:
 
 
 def keeps_optimizer(folder: str | os.PathLike) -> bool:
-    """Whether a checkpoint has an optimizer's state, by `Trainer` alone, with FSDP or with DeepSpeed."""
+    """Return whether a checkpoint has an optimizer's state, by `Trainer` alone, with FSDP or with DeepSpeed."""
     return any(any(Path(folder).glob(form)) for form in _OPTIMIZERS)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The newest whole checkpoint in `output_dir` by seal order, or `None`. Damaged newer ones log a warning each."""
+    """Return the newest whole checkpoint in `output_dir` by seal order, or `None`. Warns of each newer damaged one."""
     whole = next((folder for folder in reversed(_by_age(output_dir)) if _is_whole(folder)), None)
     return None if whole is None else str(whole)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Logs a warning if not."""
+    """Return whether a checkpoint is whole; log a warning if not."""
     wrong = problems(folder)
     if wrong:
         logger.warning("Skipping %s: %s. Looking for an older checkpoint.", folder, "; ".join(wrong))
@@ -288,7 +288,7 @@ def _by_age(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def order_of(folder: str | os.PathLike) -> int:
-    """The number of a sealed folder among all seals of its run; 0 if not sealed, or its manifest is unreadable."""
+    """Return a sealed folder's number among all seals of its run; 0 without a readable manifest."""
     try:
         return read_manifest(folder).get("order", 0)
     except (OSError, ValueError):
@@ -296,7 +296,7 @@ def order_of(folder: str | os.PathLike) -> int:
 
 
 def next_order(output_dir: str | os.PathLike, since: int = 0) -> int:
-    """Number of the next seal in a run's folder. `since`: that of the resumed checkpoint, perhaps in another folder."""
+    """Return the number of the next seal in a run's folder. `since`: number of the resumed checkpoint."""
     return 1 + max(since, order_of(output_dir), *map(order_of, _by_age(output_dir)))
 
 
@@ -316,12 +316,12 @@ def rotate(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str 
             discard(folder)
         except OSError as error:
             logger.warning(
-                "%s is one more than save_total_limit=%d, and could not be removed: %s.", folder, limit, error
+                "Checkpoint %s exceeds save_total_limit=%d, but cannot be deleted: %s. Delete it.", folder, limit, error
             )
 
 
 def verify(folder: str | os.PathLike) -> None:
-    """Check a checkpoint named by the user. A folder without a manifest may be of TRL's own trainer: only a warning.
+    """Check a checkpoint named by the user. A folder without a manifest may be from TRL's own trainer: warn only.
 
     Raises:
         `ValueError`: it is damaged; names the files.

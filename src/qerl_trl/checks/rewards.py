@@ -24,9 +24,9 @@ from ..support.time_limit import deadline
 
 logger = logging.getLogger(__name__)
 
-#: above it a batch's statistics (sums of squares in float32) overflow
+#: larger rewards overflow a batch's statistics (sums of squares in float32)
 LARGEST_REWARD = 1e16
-#: above it the square overflows in Adam's float32 state, and the weight would never move again
+#: the square of a larger gradient overflows in Adam's float32 state: the weight would never move again
 LARGEST_GRADIENT = math.sqrt(torch.finfo(torch.float32).max)
 #: seconds by which a block's time limit exceeds the limit of the functions in it
 _GRACE = 5.0
@@ -58,7 +58,7 @@ def checked_rewards(functions: list[Any], names: list[str], limit: float | None)
 
 
 def reward_limit(functions: list[Any], names: list[str], limit: float | None) -> AbstractContextManager[None]:
-    """Time limit on all rewards of a batch, for an async function that never yields and so outlives its own limit."""
+    """Limit the time of all rewards of a batch: an async function that never yields would outlive its own limit."""
     waits = [name for each, name in zip(functions, names, strict=True) if is_async_callable(each)]
     seconds = limit * len(functions) + _GRACE if limit and waits else None
     return deadline(seconds, lambda: _late(" or ".join(map(repr, waits)), limit))
@@ -84,7 +84,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         if nan is not None and not warned:
             warned.append(nan)
             logger.warning(
-                f"Reward function {name!r} returned NaN for completion {nan}, which is left out as with None. Return "
+                f"Reward function {name!r} returned NaN for completion {nan}, which counts as None. Return "
                 "None where the function does not apply, and look for a 0/0 where it does."
             )
         return checked
@@ -96,7 +96,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
             async def named():
                 try:
                     return _computed(await function(*args, **kwargs))
-                except (Exception, SystemExit) as error:  # SystemExit: of a completion run by a grader
+                except (Exception, SystemExit) as error:  # SystemExit: from a completion's code run by a grader
                     raise _raised(name, error) from error
 
             try:
@@ -123,7 +123,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
 
 def _computed(rewards: Any) -> Any:
     """Consume a generator or a `map` here, inside the time limit of the call."""
-    # `list` could not be interrupted
+    # a time limit cannot interrupt `list`
     return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416
 
 
@@ -140,7 +140,7 @@ def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
         "None for a completion that it cannot grade, and resume from the last checkpoint (resume_from_checkpoint=True)."
     )
     if isinstance(error, SystemExit):
-        text += " Something it ran called exit(): run code of a model in a process of its own."
+        text += " Code that it ran called exit(): run code of a model in a process of its own."
     if "main thread" in str(error):
         text += " Graders that set alarms work in the main thread only: turn their time limits off."
     return RuntimeError(text)
@@ -160,7 +160,7 @@ def check_rewards(rewards: Any, name: str, completions: Sequence | None) -> list
     Args:
         completions: the graded completions; `None` if the function got no argument with one entry per completion.
     """
-    unordered = isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns")  # columns: a data frame
+    unordered = isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns")  # a data frame
     try:
         listed = None if unordered else list(rewards)
     except TypeError:
@@ -200,7 +200,7 @@ def _number(reward: Any, said: str, completion: str) -> float | None:
 
 
 def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.Tensor | None = None) -> None:
-    """Check the rewards of reward models too, and every reward times its weight.
+    """Check all rewards, those of reward models included, times their weights.
 
     Args:
         rewards: (completions, functions), float32, NaN if a function does not apply.
@@ -223,7 +223,7 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
 
 
 def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
-    """Raise `RuntimeError` if no parameter has a gradient, or naming one, if it or the norm is not finite. One sync.
+    """Raise `RuntimeError` if no parameter has a gradient, or one (named) or their norm is not finite. One GPU sync.
 
     Args:
         optimizer: source of the parameters, if given; searching the model takes milliseconds.
@@ -274,7 +274,7 @@ def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
 
 
 def check_weights(model: nn.Module, step: int) -> None:
-    """Raise `RuntimeError` naming the first trained parameter (or local shard) that is not finite. One sync."""
+    """Raise `RuntimeError` naming the first trained parameter (or local shard) that is not finite. One GPU sync."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = ((name, local_tensor(parameter)) for name, parameter in trained)
     if wrong := not_finite((name, part) for name, part in parts if part.numel()):

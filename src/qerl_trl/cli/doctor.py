@@ -73,7 +73,7 @@ def examine() -> Findings:
 
 
 def _selected_kernels(device: torch.device) -> dict[str, str]:
-    """Kernels selected on this GPU for the matrices of a 7B model with a rank-32 adapter."""
+    """Return the kernels selected on this GPU for the matrices of a 7B model with a rank-32 adapter."""
     kernels = linear.kernels_for(device)
     if kernels is None:
         return {}
@@ -93,11 +93,11 @@ def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
         )
         return "transformers generate (vLLM is not installed)", [missing] if device.type == "cuda" else []
     if "qerl_nvfp4" not in [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]:
-        remedy = "Install qerl-trl in the environment of vLLM, as you did elsewhere"
-        return f"vLLM {version}", [Problem("vLLM does not see our plug-in.", remedy, fatal=True)]
+        remedy = "Install qerl-trl in the environment of vLLM, too"
+        return f"vLLM {version}", [Problem("vLLM does not find the plug-in of qerl-trl.", remedy, fatal=True)]
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "qerl_nvfp4" not in allowed.split(","):
-        what = f"VLLM_PLUGINS={allowed} leaves our plug-in out."
+        what = f"VLLM_PLUGINS={allowed} excludes the plug-in of qerl-trl."
         return f"vLLM {version}", [Problem(what, "Unset it, or add qerl_nvfp4 to it.", fatal=True)]
     return f"vLLM {version}, with our plug-in", environment.vllm_problems()
 

@@ -25,7 +25,7 @@ def evaluate(
         str | None, typer.Option(help="YAML file or shipped name: its held-out problems, greedily.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="gsm8k (default), math500, amc23, aime24, aime25; a file...")] = None,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="Engine that generates.")] = "transformers",
     output: Annotated[Path | None, typer.Option(help="Default: eval-<data>.json in a local model's folder.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.6; of a task 0.")] = None,
@@ -85,7 +85,7 @@ def _lines(result: dict[str, Any], output: Path | None) -> list[str]:
 def _chosen(
     folder: Path, named: str | None, data: str | None, settings: Any, said: dict[str, Any], limit: int | None
 ) -> tuple["Protocol", str, "Task | None", "Dataset | None"]:
-    """(protocol, name, task, problems): of a task, of `data`, or GSM8K. Raises if the answers cannot be graded."""
+    """Return (protocol, name, task, problems) of the task, `data` or GSM8K. Raises if answers cannot be graded."""
     from qerl_trl.publish.load import recorded_template_kwargs
     from qerl_trl.tasks import evaluation
     from qerl_trl.tasks.grading import require_references
@@ -104,7 +104,7 @@ def _chosen(
     chosen = dataclasses.replace(chosen, **said)
     if data is None:
         if (run_task := _task_of(folder)) is not None:
-            note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
+            note(f"The run was measured on its task, {run_task}. This measures gsm8k; pass --task FILE for the task.")
         return chosen, name, None, None
     problems = evaluation.load_problems(chosen, limit)
     require_references(problems["answer"], chosen.grader)
@@ -112,13 +112,13 @@ def _chosen(
 
 
 def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol":
-    """Protocol of a task: greedy, with the run's completion length."""
+    """Return the protocol of a task: greedy, with the run's completion length."""
     from qerl_trl.tasks.evaluation import Protocol
 
     if not task.graded(problems):
         raise ValueError(
             f"The task {task.label!r} has tools, an environment or no reference answers: only its training loop can "
-            "measure it. Start the command that trained the run again: a finished run is measured again."
+            "measure it. Run the training command again: for a finished run it only measures."
         )
     task.graded_by()  # fail on an unknown grader before loading a model
     return Protocol(
@@ -135,7 +135,7 @@ def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol"
 def _in_transformers(
     model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int, batch_size: int
 ) -> tuple[Any, str]:
-    """(generation function, format or dtype of the weights)"""
+    """Load the model; returns (generation function, format or dtype of the weights)."""
     import torch
 
     from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4
@@ -153,7 +153,7 @@ def _in_transformers(
 
 
 def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int) -> tuple[Any, str]:
-    """[`_in_transformers`] with vLLM; the base is loaded as stored, at the run's revision."""
+    """As [`_in_transformers`], with vLLM, which loads the base as stored, at the run's revision."""
     from transformers import AutoTokenizer
 
     from qerl_trl.model import loading
@@ -171,7 +171,7 @@ def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Pro
     loading.finish()
     options: dict[str, Any] = {"revision": revision} if revision else {}
     weights = stored_as(base, revision)
-    if weights == "float32":  # vLLM would round it to 16 bits
+    if weights == "float32":  # vLLM would round float32 to 16 bits
         options["dtype"] = weights
     own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
     if own or task is not None:  # vLLM defaults to the base's template; the run may have had another
@@ -181,7 +181,7 @@ def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Pro
 
 
 def _task_of(model: Path) -> str | None:
-    """Task in the results of the run that made `model`, or None for GSM8K."""
+    """Return the task in the run's results in `model`; None for GSM8K, or without results."""
     from qerl_trl.tasks.evaluation import PROTOCOLS
 
     try:
@@ -192,11 +192,11 @@ def _task_of(model: Path) -> str | None:
 
 
 def _output_file(output: Path | None, model: Path, name: str, limit: int | None) -> Path | None:
-    """File for the result, checked before the evaluation; a partial one (`--limit`) does not go into the model."""
+    """Return the result's file, checked to be writable; None without `output` for a Hub id or with `--limit`."""
     if output is None:
         if not model.is_dir() or limit is not None:
             return None
         output = model / f"eval-{name}.json"
     if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
-        raise ValueError(f"{output} cannot be written. Name a file in a folder that is there: --output FILE.json.")
+        raise ValueError(f"{output} cannot be written. Name a file in a writable folder: --output FILE.json.")
     return output

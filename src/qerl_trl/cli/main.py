@@ -43,7 +43,7 @@ app.command()(plan.tune)
 
 @app.command()
 def doctor(as_json: train.AsJson = False) -> None:
-    """Versions, GPU, what will be used, and each problem with its remedy. Exit code 1 if something will not work."""
+    """Show versions, GPU, selected kernels, and problems with their remedy. Exit code 1 if something will not work."""
     from . import doctor as diagnosis
 
     found = diagnosis.examine()
@@ -53,7 +53,7 @@ def doctor(as_json: train.AsJson = False) -> None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """2 for the user's input, 1 for a state, 130 for Ctrl-C; `None`: show the traceback."""
+    """Return the exit code: 2 for wrong input, 1 for other failures, 130 for Ctrl-C; `None` to show the traceback."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, ImportError | OSError):
@@ -71,7 +71,7 @@ def tell(message: object) -> None:
 
 
 def main() -> None:
-    """Entry point: runs a command; errors raised on purpose become one message and an exit code."""
+    """Run a command; errors raised on purpose become one message and an exit code."""
     try:
         app()
     except MEANT as error:
@@ -80,7 +80,7 @@ def main() -> None:
         tell(error)
         sys.exit(code)
     except KeyboardInterrupt:
-        tell("Interrupted. Destinations hold the old content or the new one; the same command continues.")
+        tell("Interrupted. Every destination has its old or its new content. Repeat the command to continue.")
         sys.exit(INTERRUPTED)
 
 

@@ -87,10 +87,10 @@ def merge(
     base_format: BaseFormat = None,
     allow_other_base: AllowOtherBase = False,
     onto_original: Annotated[
-        bool, typer.Option("--onto-original", help="Onto the unquantized base: another model. Needs --prompts.")
+        bool, typer.Option("--onto-original", help="Merge onto the unquantized base: another model. Needs --prompts.")
     ] = False,
     prompts: Annotated[
-        Path | None, typer.Option(help="Problems (.jsonl): how far is it from what was trained?")
+        Path | None, typer.Option(help="Problems (.jsonl) to measure the distance from the trained policy.")
     ] = None,
     task: Annotated[
         str | None, typer.Option(help="YAML file or shipped name: its held-out problems as prompts.")
@@ -112,8 +112,8 @@ def merge(
 
     if onto_original and (form != "bf16" or (prompts is None and task is None)):
         raise ValueError(
-            "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: "
-            "add --prompts FILE.jsonl or --task."
+            "--onto-original makes a model that was not trained, so it needs --as bf16 and a measurement: add "
+            "--prompts FILE.jsonl or --task."
         )
     measures = form in ("bf16", "nvfp4") and (prompts is not None or task is not None)
     from qerl_trl.publish import card as cards
@@ -140,7 +140,7 @@ def merge(
         trained = export.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
             base_kl = export.logit_distance(trained, export.logits_of(policy.model, batches))["kl_nats_per_token"]
-        if onto_original and policy.settings["merged_onto"] == "nvfp4":  # otherwise equal to a plain merge
+        if onto_original and policy.settings["merged_onto"] == "nvfp4":  # else the same as a plain merge
             settings = policy.settings
             del policy
             policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
@@ -192,15 +192,15 @@ def merge(
 def push(
     what: Annotated[
         Literal["adapter", "merged", "base", "model"],
-        typer.Argument(help="What is in the folder; model: of a run with base_format full."),
+        typer.Argument(help="Content of the folder; model: from base_format full."),
     ],
-    folder: Annotated[Path, typer.Argument(help="Made by merge or quantize; a run's for an adapter or a model.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of merge or quantize, or of a run (adapter, model).")],
     repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],
     public: Annotated[bool, typer.Option("--public", help="Visible to everybody. Default: private.")] = False,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base, where the run had a folder.")] = None,
     allow_other_base: AllowOtherBase = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Into a repository that holds something else.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Publish into a repository with other content.")] = False,
     dataset: DatasetName = None,
     as_json: AsJson = False,
 ) -> None:

@@ -39,9 +39,7 @@ def plan(
     model: Annotated[str | None, typer.Argument(help="Folder or Hub id. Default: what --config names.")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file or shipped name; options here come first.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="Memory of one GPU, in GiB.", min=1, show_default="80")] = None,
-    card: Annotated[
-        str | None, typer.Option(help="A GPU by name, such as H100; cpu: this machine, without one.")
-    ] = None,
+    card: Annotated[str | None, typer.Option(help="A GPU by name, such as H100; cpu: this machine's CPU.")] = None,
     gpus: Annotated[int, _count("GPUs that share each rollout and update (data parallel); one is planned.")] = 1,
     fsdp: Annotated[bool, typer.Option(help="The GPUs share the base (FSDP 2), but not with an engine.")] = False,
     zero2: Annotated[bool, typer.Option(help="The GPUs share the optimizer (DeepSpeed ZeRO-2).")] = False,
@@ -91,7 +89,7 @@ def plan(
 
 
 def _shape_of(model: str, work: "Workload") -> "Shape":
-    """Shape of the model; raises for a base unfit for training."""
+    """Return the model's shape; raises `ValueError` for a base that cannot be trained."""
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.nvfp4.config import load_config
 
@@ -100,12 +98,12 @@ def _shape_of(model: str, work: "Workload") -> "Shape":
         load_config(model)
     if shape.experts and work.rollout != "transformers":
         raise ValueError(
-            f"{model} is a mixture of experts, which no engine here rolls out: use_vllm=False, planned with --no-vllm."
+            f"{model} is a mixture of experts, which vLLM cannot roll out here. Set use_vllm=False (plan: --no-vllm)."
         )
     if shape.experts and work.base_format == "nvfp4":
         note(
             "The experts of this model are not quantized yet, and a run refuses it unless its recipe leaves them dense "
-            "(modules_to_not_convert: [experts]). So they are planned."
+            "(modules_to_not_convert: [experts]). This plan assumes so."
         )
     return shape
 
@@ -115,12 +113,12 @@ def _shared(work: "Workload", gpus: int, fsdp: bool) -> str:
     return (
         f"{gpus} GPUs, {'which share the base' if fsdp else 'the whole base on each'}: "
         f"{work.completions // work.tensor_parallel} completions of a rollout and {work.accumulation} backward "
-        f"{passes} of {work.batch} per update on each; the plan is of one of them"
+        f"{passes} of {work.batch} per update on each; the plan is for one GPU"
     )
 
 
 def _workload(options: Mapping[str, Any], said: list[str]) -> tuple[str | None, "Workload"]:
-    """(model of the recipe or None, workload): the recipe with the options in `said`, or all options."""
+    """Return (recipe's model or None, workload): of the recipe with the options in `said`, or of all options."""
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
     from qerl_trl.tasks.script import check_recipe
 
@@ -155,7 +153,7 @@ def tune(
         str, typer.Option(help="Numbers of tokens, multiples of 8: a range such as 8-512, or a list such as 64,128.")
     ] = "8-512",
     rank: Annotated[int, typer.Option(min=0, help="Rank of the adapter; 0: none.")] = 32,
-    seconds: Annotated[float, _count("Stop after this long; what is not measured stays as it is shipped.")] = 90.0,
+    seconds: Annotated[float, _count("Stop after this time; unmeasured shapes keep the shipped kernels.")] = 90.0,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -170,12 +168,12 @@ def tune(
     device = torch.device("cuda")
     if not torch.cuda.is_available() or kernels_for(device) is None:
         why = describe(device) if torch.cuda.is_available() else "there is no CUDA device"
-        raise RuntimeError(f"tune measures the GPU that a run will use, and here {why}. Run it on that machine.")
+        raise RuntimeError(f"tune measures the GPU that a run will use, but here {why}. Run it on that machine.")
     from qerl_nvfp4 import measured, refine, select
     from qerl_nvfp4.precompile import Weight
 
     if not measured.allowed():
-        note("QERL_NVFP4_TUNED=0 is set: what is measured is kept, and not used before it is unset.")
+        note("QERL_NVFP4_TUNED=0 is set: the measurements are stored, but not used until you unset it.")
     begin = time.monotonic()
     weights = [Weight(sum(m.rows), m.columns, m.rows, rank) for m in matrices]
     with contextlib.redirect_stdout(sys.stderr):  # failing candidates print messages
@@ -198,7 +196,7 @@ def tune(
 
 
 def numbers_of_tokens(text: str) -> list[int]:
-    """Token counts of "8-512" (every multiple of 8) or "64,128"."""
+    """Parse token counts: "8-512" (every multiple of 8) or "64,128"."""
     try:
         first, dash, last = text.partition("-")
         found = list(range(int(first), int(last) + 1, 8)) if dash else [int(part) for part in text.split(",")]

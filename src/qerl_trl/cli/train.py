@@ -21,13 +21,13 @@ BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the bas
 BaseFormat = Annotated[
     Literal["nvfp4", "bf16"] | None, typer.Option(help="The base's format. Default: what the run recorded.")
 ]
-AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Take a base with other weights.")]
+AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Accept a base with other weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
 
 #: for a merge
 WrittenDtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
-    typer.Option(help="Of what --as bf16 writes, not of what is computed in. Default: bfloat16."),
+    typer.Option(help="Dtype written by --as bf16, not the compute dtype. Default: bfloat16."),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
 NumProcesses = Annotated[int | None, typer.Option(help="GPUs of a run. Default: 1, or --accelerate-config's.")]
@@ -45,7 +45,7 @@ def print_result(content: Mapping[str, Any], as_json: bool, lines: list[str]) ->
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """Progress bar in bytes, in a log every 30 seconds; call it with (bytes since the last call, total)."""
+    """Show a progress bar in bytes, in a log every 30 s. Yields its update: (bytes since the last call, total)."""
     from tqdm import tqdm
 
     every = 0.1 if sys.stderr.isatty() else 30.0
@@ -60,7 +60,7 @@ def progress_bar(description: str) -> Iterator[Any]:
 
 # --- train and arms ------------------------------------------------------------
 
-#: command of a finished run, in its folder
+#: file in a finished run's folder, with its command
 STARTED_NAME = "arm.json"
 _VARIED = ("output_dir", "seed", "data_seed", "base_format", "aqn", "resume_from_checkpoint", "hub_model_id")
 
@@ -76,7 +76,7 @@ def train(
     num_processes: NumProcesses = None,
     accelerate_config: AccelerateConfig = None,
 ) -> None:
-    """Train with examples/grpo_gsm8k.py; further options: of QeRLConfig, TRL's ModelConfig, a task."""
+    """Train with examples/grpo_gsm8k.py. Further options are fields of QeRLConfig, TRL's ModelConfig and a task."""
     arguments = list(context.args)
     if task is not None:
         arguments += ["--task", str(task_file(task))]
@@ -84,13 +84,13 @@ def train(
         arguments += ["--config", str(config_file(config))]
     command = example_command(arguments, num_processes, accelerate_config)
     sys.stdout.flush()
-    os.execv(command[0], command)  # exec: the run gets our signals and sets our exit code
+    os.execv(command[0], command)  # exec: the run gets this process's signals and sets its exit code
 
 
 def example_command(
     arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
 ) -> list[str]:
-    """Command line of a training with the example script."""
+    """Build the command line of a training with the example script."""
     launcher = [sys.executable]
     if accelerate_config is not None or (num_processes or 1) > 1:
         launcher += ["-m", "accelerate.commands.launch"]
@@ -102,7 +102,7 @@ def example_command(
 
 
 class SpreadCommand(TyperCommand):
-    """Options with several words: `--seeds 1 2 3`."""
+    """Accept several words after --arms and --seeds: `--seeds 1 2 3`."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -130,8 +130,8 @@ def arms(
 ) -> None:
     """Train arms x seeds, each in its own folder, and print the paired table. Further options go to every run.
 
-    Example: qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 --seeds 1 2 3 --output_dir runs/arms. Started
-    again, it continues. The table (arms.md, arms.json) has the accuracies and the differences from the first arm.
+    Example: qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 --seeds 1 2 3 --output_dir runs/arms. The
+    same command again continues. The table (arms.md, arms.json) has accuracies and differences from the first arm.
     """
     from qerl_trl.checkpoint import seal
     from qerl_trl.tasks import arms as comparison
@@ -171,8 +171,8 @@ def arms(
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(arms) * len(seeds)} runs failed: {'; '.join(failed)}. The whole output is in the "
-            f".log next to each folder of {output_dir}. Start the same command again: runs that have ended stay, the "
-            "others are resumed."
+            f".log next to each folder of {output_dir}. Start the same command again: it keeps finished runs and "
+            "resumes the others."
         )
 
 
@@ -199,8 +199,8 @@ def _refuse_varied(further: list[str]) -> None:
     """Refuse options set by `arms` itself."""
     if taken := [w for w in further if w.startswith("--") and w[2:].split("=")[0].replace("-", "_") in _VARIED]:
         raise ValueError(
-            f"{' '.join(taken)} cannot be one for all runs: qerl-trl arms gives each its own. Leave it out, or use "
-            "--arms, --seeds and --output_dir."
+            f"{' '.join(taken)} cannot be the same for all runs: qerl-trl arms sets it for each run. Leave it out, or "
+            "use --arms, --seeds and --output_dir."
         )
 
 
@@ -220,17 +220,17 @@ _running: set[subprocess.Popen] = set()
 
 @contextmanager
 def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Thread pool with one run per thread. An error or Ctrl-C ends them and starts no more."""
+    """Yield a thread pool, one run per thread. An error or Ctrl-C terminates the runs and starts no more."""
     pool = ThreadPoolExecutor(jobs)
     try:
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(_running):  # empty if all have ended
+        for process in list(_running):  # empty if all runs have ended
             process.terminate()
         pool.shutdown()
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1][-300:] if lines else "it said nothing"
+    return lines[-1][-300:] if lines else "no output"

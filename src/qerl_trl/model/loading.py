@@ -58,7 +58,7 @@ _begun: dict[tuple, _Hashing] = {}
 
 
 def begin(model: str | os.PathLike) -> None:
-    """Compare the folder `model` with its manifest, the weights in the background. A Hub id is skipped."""
+    """Start comparing the folder `model` with its manifest, weights in a thread. Does nothing for a Hub id."""
     folder = Path(model)
     if folder.is_dir():
         weight_files(folder)
@@ -116,13 +116,13 @@ def finish(model: nn.Module | None = None, **source: Any) -> None:
 
 def _message(folder: Path, wrong: list[str]) -> str:
     return (
-        f"{folder} is not as it was sealed: {'; '.join(wrong)}. Export or download it again. If the change was meant, "
-        f"remove {seal.MANIFEST_NAME} there: it is loaded unverified then."
+        f"{folder} differs from its manifest: {'; '.join(wrong)}. Export or download it again. If you meant the "
+        f"change, remove {seal.MANIFEST_NAME} there: it is loaded unverified then."
     )
 
 
 def _of_sealed(load: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap `load`, called with a folder or Hub id first, with the verification of the folder."""
+    """Wrap `load`, called with a folder or Hub id first, to verify that folder before."""
 
     @functools.wraps(load)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -175,7 +175,7 @@ def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
 
 
 def save_whole_tensors(accelerator: Accelerator) -> None:
-    """Under FSDP, save full tensors whatever accelerate's configuration: others can read the adapter."""
+    """Under FSDP, save full tensors whatever accelerate's configuration, so that PEFT can read the adapter."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or (now := plugin.state_dict_type.name) == FULL:
         return
@@ -191,7 +191,7 @@ def save_whole_tensors(accelerator: Accelerator) -> None:
 
 
 def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[fused.Matrix]:
-    """Packed matrices of a folder or Hub id, from its configuration alone; `kwargs` as for `load_config`."""
+    """List the packed matrices of a folder or Hub id, from its configuration; `kwargs` as for `load_config`."""
     found = config.load_config(model_id, **kwargs)
     stored = config.quantization_of(found)
     quantization = config.NVFP4Config() if stored is None else config.NVFP4Config.from_dict(stored)

@@ -82,7 +82,7 @@ class NVFP4LoraLinear(LoraLinear):
 
 
 def default_lora_config() -> LoraConfig:
-    """Default adapter: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
+    """Return the default adapter: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -160,8 +160,8 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
     if init not in _PLAIN_INITS or config.target_parameters:
         raise ValueError(
             f"init_lora_weights={init!r} or target_parameters={config.target_parameters} needs the base's "
-            "full-precision weights, and these are packed. Name linear modules in target_modules, and start with one "
-            f"of {_PLAIN_INITS}."
+            "full-precision weights, but these are packed. Name linear modules in target_modules, and set "
+            f"init_lora_weights to one of {_PLAIN_INITS}."
         )
     config = copy.copy(config)
     config._register_custom_module({NVFP4Linear: NVFP4LoraLinear})
@@ -176,7 +176,7 @@ def load_adapter(
     allow_other_base: bool = False,
     **kwargs,
 ) -> PeftModel:
-    """`PeftModel.from_pretrained` for an NVFP4 base: the same adapter files, and a merge that works.
+    """Load an adapter as `PeftModel.from_pretrained` does, but on an NVFP4 base and with a merge that works.
 
     Args:
         model: transformers model with [`NVFP4Linear`] layers.
@@ -211,7 +211,7 @@ def load_adapter(
 
 
 def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
-    """Local folder of an adapter, or of its files in the Hub's cache; `None` without a manifest on the Hub."""
+    """Return an adapter's local folder, or that of its files in the Hub's cache; `None` without a manifest there."""
     if os.path.isdir(adapter):
         return Path(adapter, hub.get("subfolder") or "")
     try:
@@ -247,14 +247,14 @@ def _check_sealed(adapter: str, folder: Path) -> None:
         wrong = seal.added(folder)
     if wrong:
         raise ValueError(
-            f"{adapter} is not as it was sealed: {'; '.join(wrong)}. Copy or download it again. If the change was "
-            f"meant, remove {seal.MANIFEST_NAME} there: it is loaded unverified then."
+            f"{adapter} differs from its manifest: {'; '.join(wrong)}. Copy or download it again. If you meant the "
+            f"change, remove {seal.MANIFEST_NAME} there: it is loaded unverified then."
         )
 
 
 def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
     run = seal.recorded_run(folder)
-    settings = run.get("settings", run)  # an export's record, or a run's
+    settings = run.get("settings", run)  # record of an export, or of a run
     then = settings.get("base_sha256")
     if then is None or has_nvfp4(model) != (settings.get("base_format") == "nvfp4"):
         return
@@ -262,12 +262,12 @@ def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
         raise ValueError(
             f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} in "
             f"{settings.get('dtype', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}). Load the run's "
-            "own base, or take this one all the same: allow_other_base=True."
+            "own base, or accept this one: allow_other_base=True."
         )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """LoRA layers of `model` by module path."""
+    """Return the LoRA layers of `model` by module path."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
@@ -297,8 +297,8 @@ def warn_of_low_precision(model: nn.Module) -> None:
     low = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad and p.dtype in narrow]
     if low and not getattr(model, "is_loaded_in_4bit", False):  # TRL itself casts bitsandbytes adapters to bf16
         logger.warning(
-            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is "
-            "trained in float32 (dtype=float32; bf16=True still computes in bf16).",
+            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep trained "
+            "tensors in float32 (dtype=float32; bf16=True still computes in bf16).",
             len(low),
             low[0][1],
             low[0][0],
@@ -316,12 +316,12 @@ def warn_of_dropout(model: nn.Module) -> None:
     for module in model.modules() if fields else ():
         if isinstance(module, nn.Dropout):
             rates.add(module.p)
-        # attention modules hold a plain number instead
+        # attention modules have the rate as a plain number
         rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
     if fields := {name: rate for name, rate in fields.items() if rate in rates}:
         logger.warning(
             "The update drops activations (%s) and the rollout does not, so the two policies differ by chance at "
-            "every step, without any noise of ours. Set model_init_kwargs=%s, unless it is meant.",
+            "every step. Set model_init_kwargs=%s, unless you want the dropout.",
             ", ".join(f"{name}={value:g}" for name, value in fields.items()),
             dict.fromkeys(fields, 0.0),
         )
@@ -363,7 +363,7 @@ def _cast_output_to_input_dtype(module: nn.Module, args: tuple, output: torch.Te
 
 
 def given_model(model: Any) -> Any:
-    """The trainer's `model`: a path expanded, a `PeftModel` if transformers loaded or added the adapter."""
+    """Return `model`: a path with `~` expanded, or a `PeftModel` if transformers loaded or added the adapter."""
     if not isinstance(model, str):
         own = isinstance(model, PeftModel) or not getattr(model, "_hf_peft_config_loaded", False)
         return model if own else _as_peft_model(model)
@@ -382,8 +382,8 @@ def _as_peft_model(model: Any) -> PeftModel:
     if disabled or len(active) != 1:
         raise ValueError(
             f"The model's adapters ({', '.join(model.peft_config)}) are "
-            f"{'disabled' if disabled else 'active together'}; one is trained. Call model.enable_adapters() and "
-            "model.set_adapter(name), or model.delete_adapter(names) for a new one."
+            f"{'disabled' if disabled else 'active together'}, but training needs one active. Call "
+            "model.enable_adapters() and model.set_adapter(name), or model.delete_adapter(names) for a new one."
         )
     config = copy.copy(check_is_lora(model.peft_config[active[0]]))
     lost = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if getattr(config, name)]
@@ -396,7 +396,7 @@ def _as_peft_model(model: Any) -> PeftModel:
         logger.warning("The adapter %r is trained. The model's other adapters are removed: %s.", *active, others)
     state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
     model.delete_adapter(list(model.peft_config))
-    vars(model).pop("_weight_conversions", None)  # from the adapter's file; a merge would be named by it
+    vars(model).pop("_weight_conversions", None)  # from the adapter's file; a merge would use its names
     # PiSSA and others changed the base when the adapter was loaded, and must not change it twice
     initialized, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
     peft_model = PeftModelForCausalLM(model, config)
@@ -406,13 +406,13 @@ def _as_peft_model(model: Any) -> PeftModel:
 
 
 def name_base(model: PeftModel) -> None:
-    """Record the model's own base in the adapter's configuration; warn if another one was recorded."""
+    """Record the model's own base in the adapter's configuration; warn if another base was recorded."""
     config = model.peft_config[model.active_adapter]
     named, found = config.base_model_name_or_path, cast(Any, model.config)._name_or_path
     if not found or named == found:
         return
     if named:
         logger.warning(
-            "The adapter was made for %s, and it lies on %s. What this run writes names %s.", named, found, found
+            "The adapter was made for the base %s, but is on %s. This run records %s as its base.", named, found, found
         )
     config.base_model_name_or_path, config.revision = found, None

@@ -1,7 +1,7 @@
 """Model cards, rendered from the templates in `hub_cards/templates` and the recorded facts of a run.
 
 The facts ([`records.Facts`]) are stored as `qerl_card.json` next to the card, to render it again once the repository is
-known. Every number and name (trainer, rewards, data, task) in a card is one of them; unrecorded facts are left out.
+known. Every number and name (trainer, rewards, data, task) in a card comes from them; unrecorded facts are left out.
 """
 
 import functools
@@ -34,7 +34,7 @@ from ..checkpoint.records import (
 )
 from ..rollout.vllm.plugin import slot_of
 
-if TYPE_CHECKING:  # they import PEFT, not needed by `qerl-trl quantize`
+if TYPE_CHECKING:  # these modules import PEFT, which `qerl-trl quantize` does not need
     from ..checkpoint.records import LoraSettings, RunSettings
     from .load import Exportable
 
@@ -59,7 +59,7 @@ _RELATIONS = {
 
 
 def template_folder() -> Path:
-    """Template folder: in the installed package, or at the top of a source checkout."""
+    """Return the template folder: in the installed package, or at the top of a source checkout."""
     package = Path(__file__).resolve().parents[1]
     return folder if (folder := package / "hub_cards").is_dir() else package.parents[1] / "hub_cards" / "templates"
 
@@ -68,7 +68,7 @@ def template_folder() -> Path:
 
 
 def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
-    """Facts of a run's adapter from the run's files; [`write`] adapts them to other exports.
+    """Collect facts of a run's adapter from its files; [`write`] adapts them to other exports.
 
     Args:
         folder: checkpoint or output folder of the run, with its figures ([`figures_of_run`]).
@@ -82,7 +82,7 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
 
 
 def facts_of_quantization(folder: Path, export: Export) -> Facts:
-    """Facts of the NVFP4 base being written by `qerl-trl quantize` into `folder`: errors and sizes."""
+    """Collect facts of the NVFP4 base being written by `qerl-trl quantize` into `folder`: errors and sizes."""
     from .quantize import REPORT_NAME
 
     layers = json.loads((folder / REPORT_NAME).read_text())["layers"]
@@ -106,7 +106,7 @@ def facts_of_quantization(folder: Path, export: Export) -> Facts:
 
 
 def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
-    """Facts of a live trainer (its settings and log), or of a rebuilt policy."""
+    """Collect facts of a live trainer (its settings and log), or of a rebuilt policy."""
     from ..checkpoint.settings import loaded_by
     from .load import is_trainer, trained_policy_of
 
@@ -136,17 +136,17 @@ def write(folder: Path, facts: Facts, export: Export) -> None:
             facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
     seal.write_json_atomically(folder / FACTS_NAME, _public(facts))
-    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # from the file, as in a later render
+    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # reads the file, as a later render does
 
 
 def read_facts(folder: Path) -> Facts | None:
-    """Facts next to a card, or `None`."""
+    """Read the facts next to a card; `None` without any."""
     path = folder / FACTS_NAME
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _public(facts: Facts) -> Facts:
-    """Facts without local paths."""
+    """Return the facts without local paths."""
     facts = json.loads(json.dumps(facts))
     settings = facts.get("settings", {})
     if settings.get("model"):
@@ -165,7 +165,7 @@ def _public(facts: Facts) -> Facts:
 
 @functools.cache
 def _templates(folder: Path) -> jinja2.Environment:
-    """Template environment of a folder. Compiled templates are reused: every checkpoint of a run has a card."""
+    """Return the template environment of a folder. Cached: every checkpoint of a run has a card."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -179,7 +179,7 @@ def _templates(folder: Path) -> jinja2.Environment:
 
 
 def render(facts: Facts) -> str:
-    """The card as markdown with its YAML header."""
+    """Render the card as Markdown with its YAML header."""
     model = facts["settings"].get("model") or ""
     base = facts.get("base_model") or (model if is_hub_id(model) else None)
     facts = _public(facts)
@@ -205,7 +205,7 @@ def render(facts: Facts) -> str:
 
 
 def _slot(lora: "LoraSettings | None") -> int | None:
-    """vLLM's `max_lora_rank` for an adapter; `None` if vLLM cannot serve it, or its settings are unknown."""
+    """Return vLLM's `max_lora_rank` for an adapter; `None` if vLLM cannot serve it, or its settings are unknown."""
     options = (lora or {}).get("options", {})
     if lora is None or options.get("use_dora") or options.get("modules_to_save"):
         return None
@@ -213,7 +213,7 @@ def _slot(lora: "LoraSettings | None") -> int | None:
 
 
 def _model_index(facts: Facts) -> list[dict[str, Any]]:
-    """Results for the card's metadata: from `qerl-trl eval`, and the run's held-out accuracy."""
+    """Return results for the card's metadata: from `qerl-trl eval`, and the run's held-out accuracy."""
     found = []
     for each in facts.get("evaluations") or []:
         protocol = each["protocol"]
@@ -288,7 +288,7 @@ _LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch
 
 
 def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
-    """Facts found in the files of `folder`: a run's folder, or a checkpoint in one.
+    """Collect the facts in the files of `folder`: a run's folder, or a checkpoint in one.
 
     Args:
         settings: the run's recorded settings, `global_step` included.
@@ -299,7 +299,7 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
     results = next((place / RESULTS_NAME for place in places if (place / RESULTS_NAME).is_file()), None)
     content = None if results is None else _read(results)
     if results is not None and content is not None and (other := _of_another_run(content, settings)) is not None:
-        _warn(f"{results} is of another run than {folder}: {other}. Its figures are left out of the card.")
+        _warn(f"{results} belongs to another run than {folder}: {other}. Its figures are left out of the card.")
         content = None
     if content is not None:
         found = {"dataset": content.get("dataset"), "versions": content.get("versions")}
@@ -319,7 +319,7 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
 def _of_another_run(content: Mapping[str, Any], settings: "RunSettings") -> str | None:
     theirs = content.get("settings") or {}
     if theirs.get("settings_sha256") is None:
-        return "it does not say with which settings it was trained"
+        return "it does not record the settings of its training"
     for name in ("settings_sha256", "base_sha256"):
         then, now = theirs.get(name), cast(Mapping[str, Any], settings).get(name)
         if then != now:
@@ -348,7 +348,7 @@ def _of_another_model(
     if measured is None:
         return "does not say which weights it measured"
     if measured != weights():
-        return "measured other weights than are there"
+        return "measured other weights than the folder has"
     if trained_on in ("nvfp4", "bf16") and content.get("base_format") != trained_on:
         return f"measured the adapter on a base in {content.get('base_format')}, and it was trained on {trained_on}"
     if trained_on != "full" and content.get("base_sha256") != settings.get("base_sha256"):
@@ -360,7 +360,7 @@ def _of_another_model(
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Content of a file of figures; `None`, with a warning, if it is not JSON."""
+    """Read a file of figures; `None`, with a warning, if it is not JSON."""
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
@@ -379,7 +379,7 @@ def known(content: Mapping[str, Any], record: Any) -> dict[str, Any]:
 
 
 def log_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """First and last logged value of the quantities on a card, each the mean of up to ten entries."""
+    """Summarize logged quantities: first and last value, each the mean of up to ten entries, and their number."""
     logged: dict[str, list[float]] = {}
     for entry in history:
         for key, value in entry.items():

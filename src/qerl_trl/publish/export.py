@@ -6,8 +6,8 @@
     save_merged_nvfp4   the merge rounded to 4 bits again: refused if next to nothing of the change survives
 
 The source is a live trainer (rank 0 writes, the others wait) or a policy built by [`load.load_policy`] from a
-checkpoint or adapter folder. The model itself is not modified. Of a model sharded by FSDP 2 the adapter is gathered;
-rank 0 loads the base again on the CPU and compares it with the run's.
+checkpoint or adapter folder. The model itself is not modified. For a model sharded by FSDP 2, the adapter
+is gathered; rank 0 loads the base again on the CPU and compares it with the trained one.
 
 **Which base?** An adapter learned on the quantized base corrects its rounding too. Merged into the dequantized NVFP4
 base it is the trained policy; merged into the original bf16 base it is another model. `load_policy(...,
@@ -61,7 +61,7 @@ from .write import Job
 
 logger = logging.getLogger(__name__)
 
-#: adds a README to an unfinished export
+#: function that adds a README to an unfinished export
 WriteCard = Callable[[Path, Export], None]
 #: least share of the adapter's change kept by an NVFP4 merge
 MIN_KEPT_FRACTION = 0.25
@@ -81,7 +81,7 @@ def save_adapter(
     def write(policy: TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
             raise ValueError(
-                "This model has no adapter to save. Of a run with base_format='full', export the folder that "
+                "This model has no adapter to save. After a run with base_format='full', export the folder that "
                 "save_model() wrote."
             )
         export = _describe(policy, "adapter", folder)
@@ -262,13 +262,13 @@ def _on_rank_zero(
                 written = [write(whole)]
     finally:
         broadcast_object_list(written)
-    assert written[0] is not None, "rank 0 could not write this export; its own error says why"
+    assert written[0] is not None, "rank 0 could not write this export; see its error"
     return written[0]
 
 
 @contextmanager
 def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
-    """A sharded policy on one process's CPU: its base loaded again and compared, and its adapter."""
+    """Rebuild a sharded policy on this process's CPU: load its base again, compare it, and add the adapter."""
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
         save_adapter(policy, adapter)
@@ -331,14 +331,14 @@ def _save_config(
     config.dtype = dtype
     config.architectures = [type(model).__name__]
     writer.leave_code_out(config)
-    if "lm_head.weight" in names and getattr(config, "tie_word_embeddings", False):  # one was trained: untied
+    if "lm_head.weight" in names and getattr(config, "tie_word_embeddings", False):  # trained, so untied
         config.tie_word_embeddings = False
     config.save_pretrained(folder)
     save_generation_config(folder, model, policy.tokenizer)
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> Export:
-    """Record of an export: the run's settings, otherwise the model's."""
+    """Make an export's record: with the run's settings, otherwise the model's."""
     settings, model = policy.settings.copy(), policy.model
     adapter = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
     if kind != "nvfp4_base" and isinstance(adapter, LoraConfig) and "lora" not in settings:
@@ -372,13 +372,13 @@ def prompt_batches(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int = 64,
 ) -> list[torch.Tensor]:
-    """Token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if any."""
+    """Return token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if any."""
     lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
     batches = []
     for line in itertools.islice(lines, limit):
         row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
         question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
-        if isinstance(row.get("prompt"), list):  # a task's, with its system message
+        if isinstance(row.get("prompt"), list):  # from a task, with its system message
             question = row["prompt"]
         if question is None:
             raise ValueError(f"{source}: a line has {sorted(row)}; it needs question, problem, prompt or text.")
@@ -394,14 +394,14 @@ def prompt_batches(
 
 @torch.no_grad()
 def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits, float32 on the CPU, for batches of token ids (B, T)."""
+    """Compute logits, float32 on the CPU, for batches of token ids (B, T)."""
     model.eval()
     return [model(batch.to(next(model.parameters()).device)).logits.float().cpu() for batch in batches]
 
 
 def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> Measured:
-    """Distance of `other` from `policy`, by their logits (lists of (B, T, V)): mean and largest difference, KL(policy
-    || other) in nats per token, share of positions with the same most likely token."""
+    """Compare logits, lists of (B, T, V): mean and largest difference, KL(policy || other) in nats per token, share of
+    positions with the same most likely token."""
     tokens, values = sum(a.shape[:2].numel() for a in policy), sum(a.numel() for a in policy)
     total = largest = kl = agree = 0.0
     for a, b in zip(policy, other, strict=True):

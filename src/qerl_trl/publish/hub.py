@@ -29,7 +29,7 @@ from .outgoing import Content, HubError
 
 logger = logging.getLogger(__name__)
 
-#: HTTP errors without an answer too: httpx's, from huggingface_hub 2 on httpx2's
+#: base of all HTTP errors, also without an answer: of httpx, from huggingface_hub 2 on of httpx2
 _HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 _FAILED = (HfHubHTTPError, _HTTPError, OSError, RuntimeError)
 #: files created by the Hub in a new repository
@@ -69,7 +69,7 @@ def _explanation(error: Exception, repo_id: str) -> str:
 
 
 def _root_of(error: BaseException) -> tuple[BaseException, int | None]:
-    """First HTTP or connection error behind an exception (failed uploads raise RuntimeError), and its status."""
+    """Find the first HTTP or connection error behind an exception (a failed upload raises RuntimeError), its status."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
         cause = cause.__cause__
@@ -139,7 +139,7 @@ def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> s
         if is_private:
             there, asked, remedy = "private", "public", "change its visibility on the Hub"
         raise HubError(
-            f"{repo_id} exists and is {there}, and a {asked} publication was asked for, so nothing was uploaded. "
+            f"{repo_id} exists and is {there}, but a {asked} publication was requested, so nothing was uploaded. "
             f"Choose another name, or {remedy}."
         )
     if revision is not None and not revision.startswith("refs/"):
@@ -173,7 +173,7 @@ def push_folder(
             kept there; `further`: files for the same commit, outside the manifest.
 
     Raises:
-        `ValueError`: the folder is not a complete export, or names a local base model or the wrong one.
+        `ValueError`: the folder is not a complete export, or names a local or a wrong base model.
         `HubError`: see [`prepare_repository`]; and the repository has other content.
     """
     folder = Path(folder)
@@ -229,7 +229,7 @@ def _publish(
     force: bool = False,
     further: Content | None = None,
 ) -> str:
-    """Single exit of all uploads, with a card. `look` may raise before the repository is created."""
+    """Upload `files` with a card; all uploads end here. `look` may raise before the repository is created."""
     outgoing.check({**files, **(further or {})})
     outgoing.check_words(repo_id, revision, message)
     api, manifest = _announced(repo_id, private, token, notify), seal.read_manifest(folder)
@@ -256,7 +256,7 @@ def _publish(
 
 
 def _files(folder: Path, notify: Callable[[str], None]) -> Content:
-    """Files of a sealed folder to upload; the others are listed to `notify`."""
+    """Return the files of a sealed folder to upload; `notify` gets the names of the others."""
     files, left = outgoing.files_of(folder, seal.read_manifest(folder)["files"])
     if left:
         more = ", ..." if left[10:] else ""
@@ -265,28 +265,28 @@ def _files(folder: Path, notify: Callable[[str], None]) -> Content:
 
 
 def _require_whole(folder: Path, export: bool = False) -> None:
-    """Refuse a folder changed since it was sealed, or for an `export` a run's."""
+    """Refuse a folder changed since it was sealed; for an `export`, also a run's folder."""
     wrong = seal.problems(folder)
     if export and not wrong and "kind" not in seal.recorded_run(folder):
-        wrong = [f"its {seal.MANIFEST_NAME} is of a run"]
+        wrong = [f"its {seal.MANIFEST_NAME} describes a run"]
     if wrong:
         raise ValueError(
             f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint, or export it: qerl-trl merge, "
-            "qerl-trl quantize, or of a run qerl-trl push adapter <run> <user/name>."
+            "qerl-trl quantize, or for a run qerl-trl push adapter <run> <user/name>."
         )
 
 
 def _compare(
     api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None
 ) -> tuple[list[str], str]:
-    """(files of an earlier push to delete, other kind of content in the repository)"""
+    """Return (files of an earlier push to delete, other kind of content in the repository)."""
     present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
     if not present - _HUB_FILES:
         return [], ""
     kind = None
     if seal.MANIFEST_NAME in present:
         theirs = Path(api.hf_hub_download(repo_id, seal.MANIFEST_NAME, revision=revision)).parent
-        run = seal.recorded_run(theirs)  # empty if damaged: other files
+        run = seal.recorded_run(theirs)  # empty for a damaged manifest
         kind = run.get("kind")
         if run and kind == kind_now:
             return sorted((present - set(content)) & set(seal.read_manifest(theirs)["files"])), ""
@@ -303,13 +303,13 @@ def require_hub_base(base: str) -> None:
 
 
 def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
-    """adapter_config.json with a base that others can load."""
+    """Return adapter_config.json naming `base_model`, if given. Refuses a base that others cannot load."""
     config = json.loads((folder / "adapter_config.json").read_text())
     require_hub_base(base_model or config.get("base_model_name_or_path") or "")
     if base_model is None:
         return {}
     if base_model != config.get("base_model_name_or_path"):
-        config["revision"] = None  # of the previous base
+        config["revision"] = None  # a commit of the previous base
     content = json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n"
     return {"adapter_config.json": content.encode()}
 
@@ -323,26 +323,26 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         theirs = seal.recorded_run(Path(path).parent)
         known = theirs.get("settings", {}).get("base_sha256")
         if theirs.get("kind") in MERGED_KINDS:
-            wrong = "holds a merged model: the adapter would be added to what has one in it already"
+            wrong = "holds a merged model, which contains an adapter already"
         elif then is not None and known not in (None, then):
             other = f"other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
             wrong = f"holds a base with {other}"
     except RepositoryNotFoundError:
-        return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
+        return f"{base_model} was not found on the Hub with this token: nobody can load the adapter until it is there."
     except _FAILED:
         pass  # published by others, without a manifest
     if wrong and not allowed:
         raise ValueError(
             f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push "
-            "base base user/name) and name that one. To name this one all the same: allow_other_base=True "
+            "base base user/name) and name that one. To use this one anyway: allow_other_base=True "
             "(--allow-other-base)."
         )
     if wrong:
-        return f"{base_model} {wrong}. It is named all the same, as allowed."
+        return f"{base_model} {wrong}. It is used anyway, as allowed."
     if revision is not None or (then is not None and known == then):
         return None
     trained_on = f"those the adapter was trained on{f' (fingerprint {then[:12]})' if then else ''}"
-    return f"Nothing on the Hub says which weights {base_model} holds: that they are {trained_on} is taken on trust."
+    return f"The Hub has no record of the weights in {base_model}: that they are {trained_on} is not verified."
 
 
 def _stored_packed(api: HfApi, base: str) -> bool | None:
@@ -387,7 +387,7 @@ class Destination:
     adapter: bool
 
     def command(self, folder: str | os.PathLike) -> str:
-        """Command for publishing the run in `folder` from its files."""
+        """Return the command that publishes the run in `folder` from its files."""
         words = ["qerl-trl", "push", "adapter" if self.adapter else "model", str(folder), self.repo_id]
         words += ["--public"] * (not self.private)
         words += ["--base-model", self.base_model] if self.adapter and self.base_model else []
@@ -395,11 +395,11 @@ class Destination:
         return shlex.join(words)
 
     def unpublished(self, error: HubError, folder: str) -> HubError:
-        """Error of a push by the trainer, with the command for publishing later."""
+        """Return the error of a trainer's push, with the command for publishing later."""
         if not Path(folder, seal.MANIFEST_NAME).is_file():
             return error
         return HubError(
-            f"{error} What is saved in {folder} is published, without training again, by: {self.command(folder)}"
+            f"{error} Publish the saved folder {folder}, without training again, with: {self.command(folder)}"
         )
 
 

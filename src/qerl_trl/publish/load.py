@@ -49,7 +49,7 @@ def is_trainer(exported: Exportable) -> TypeGuard[OnlineTrainer]:
 
 
 def trained_policy_of(exported: Exportable, tokenizer: PreTrainedTokenizerBase | None = None) -> TrainedPolicy:
-    """The policy of a trainer, or of a model without a recorded run."""
+    """Return the policy of a trainer, or of a model without a recorded run."""
     if isinstance(exported, TrainedPolicy):
         return exported if tokenizer is None else exported._replace(tokenizer=tokenizer)
     if not is_trainer(exported):
@@ -76,9 +76,9 @@ def load_policy(
     Args:
         adapter: folder with adapter_config.json: a checkpoint, a finished run, or the output of `save_adapter`.
         base_model: folder or Hub id; default: from adapter_config.json.
-        base_format: "nvfp4" or "bf16"; default: the run's. Another format makes another model.
-        dtype: compute dtype; default: the run's, else bfloat16.
-        allow_other_base: accept a base with other weights than the run's, and record it.
+        base_format: "nvfp4" or "bf16"; default: the run's format. Another format makes another model.
+        dtype: compute dtype; default: that of the run, else bfloat16.
+        allow_other_base: accept a base with other weights than the run's, and record them.
         trust_remote_code: run the base's own code.
     """
     adapter = Path(adapter)
@@ -90,8 +90,8 @@ def load_policy(
     base_format = base_format or recorded
     if base_format not in ("nvfp4", "bf16"):
         raise ValueError(
-            f"base_format={base_format!r} for {adapter}, which records {recorded!r}, cannot be built on: pass 'nvfp4' "
-            "(--base-format nvfp4) if a QeRL trainer made it with its default, else 'bf16'."
+            f"base_format={base_format!r} for {adapter}, which records {recorded!r}, cannot be loaded. Pass 'nvfp4' "
+            "(--base-format nvfp4) if a QeRL trainer wrote it with its default, else 'bf16'."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
     if base_format == "bf16":
@@ -99,7 +99,7 @@ def load_policy(
     if recorded in ("nvfp4", "bf16") and base_format != recorded:
         _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
     model = _load_base(adapter, settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
-    if (adapter / "generation_config.json").is_file():  # with the tokens that ended the run's completions
+    if (adapter / "generation_config.json").is_file():  # with the run's end tokens
         model.generation_config.eos_token_id = GenerationConfig.from_pretrained(adapter).eos_token_id
     revision = recorded_revision(settings, base_model)
     adapted = load_adapter(model, str(adapter), allow_other_base=True).eval()  # compared above
@@ -109,7 +109,7 @@ def load_policy(
     tokenizer = AutoTokenizer.from_pretrained(source, revision=at, trust_remote_code=trust_remote_code)
     found = identity.loaded_by(model)
     settings |= {"model": base_model, "merged_onto": base_format, "dtype": dtype, "auto_class": found}
-    settings.pop("base_revision", None)  # of the run's own base
+    settings.pop("base_revision", None)  # a commit of the run's own base
     if (commit := fingerprint.base_revision(model)) is not None:
         settings["base_revision"] = commit
     return TrainedPolicy(adapted, tokenizer, settings)
@@ -118,7 +118,7 @@ def load_policy(
 def _load_base(
     adapter: Path, settings: RunSettings, base: str, form: str, dtype: str, device: str, allowed: bool, code: bool
 ) -> PreTrainedModel:
-    """The base at the run's revision, with the tokens added by `adapter`, compared with the run's."""
+    """Load the base at the run's revision, add the tokens of `adapter`, and compare it with the run's record."""
     found: dict[str, Any] = {"revision": recorded_revision(settings, base), "trust_remote_code": code}
     hub = {"device_map": {"": device}, **found}
     if form == "nvfp4":
@@ -140,14 +140,14 @@ def _load_base(
 
 
 def check_served_base(adapter: Path, base_model: str) -> str | None:
-    """Compare the base to be loaded by an engine: loaded here temporarily, in the run's format.
+    """Load a base for vLLM temporarily in the run's format, and compare it with the run's record.
 
-    Returns the Hub's revision for the engine, `None` for a folder.
+    Returns the Hub revision for vLLM to load, `None` for a folder.
     """
     with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
         if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
             raise ValueError(
-                f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
+                f"{adapter} has {others[0]}, but vLLM loads LoRA only. Evaluate its merge (qerl-trl merge)."
             )
     settings = recorded_settings(adapter)
     _compare_as_recorded(adapter, settings, base_model)
@@ -157,14 +157,14 @@ def check_served_base(adapter: Path, base_model: str) -> str | None:
 def _compare_as_recorded(
     adapter: Path, settings: RunSettings, base: str, device: str = "cpu", allowed: bool = False, code: bool = False
 ) -> None:
-    """Load a base temporarily in the run's format, and compare it."""
+    """Load a base temporarily in the run's format, and compare it with the run's record."""
     recorded, revision = settings.get("base_format"), recorded_revision(settings, base)
     if recorded == "nvfp4" or (recorded == "bf16" and format_of(base, revision, code) == "bf16"):
         _load_base(adapter, settings, base, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
-    """The Hub commit for loading `base_model`: the run's, if it is the run's base and not a folder."""
+    """Return the run's Hub commit for loading `base_model`; `None` for a folder, or for another base."""
     return settings.get("base_revision") if base_model == settings.get("model") and is_hub_id(base_model) else None
 
 
@@ -195,23 +195,23 @@ def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dt
 def require_whole(folder: Path) -> None:
     """Refuse a run or checkpoint folder changed since it was sealed, or with an adapter that is not finite.
 
-    Without a manifest (another trainer's), warn and check only the values.
+    Without a manifest (written by another trainer), warn and check only the values.
     """
     if not (folder / seal.MANIFEST_NAME).is_file():
         logger.warning(
-            "%s has no %s, so nothing says whether its files are as the run wrote them.", folder, seal.MANIFEST_NAME
+            "%s has no %s, so its files cannot be compared with what the run wrote.", folder, seal.MANIFEST_NAME
         )
     elif wrong := seal.problems(folder) or seal.added(folder):
         raise ValueError(
             f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint (checkpoint-<step>), or "
-            f"copy the folder again. If the change was meant, remove {seal.MANIFEST_NAME} there."
+            f"copy the folder again. If you meant the change, remove {seal.MANIFEST_NAME} there."
         )
     if (folder / ADAPTER_FILE).is_file():
         require_finite(folder / ADAPTER_FILE)
 
 
 def recorded_settings(folder: Path) -> RunSettings:
-    """Settings recorded by the run in `folder`: from its manifest, or the newest checkpoint's."""
+    """Return the settings of the run in `folder`: from its manifest, or the newest checkpoint's."""
     found = seal.recorded_settings(folder)
     if not seal.recorded_run(folder) and (newest := seal.last_checkpoint(folder)) is not None:
         found = seal.recorded_run(newest)
@@ -219,12 +219,12 @@ def recorded_settings(folder: Path) -> RunSettings:
 
 
 def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
-    """The run's arguments to its chat template, such as `{"enable_thinking": False}`."""
+    """Return the run's arguments to its chat template, such as `{"enable_thinking": False}`."""
     return settings.get("options", {}).get("chat_template_kwargs")
 
 
 def format_of(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
-    """Stored format of a model without an adapter: "nvfp4" or "bf16" (dense)."""
+    """Return the stored format of a model without an adapter: "nvfp4" or "bf16" (dense)."""
     return "nvfp4" if stored_as(model, revision, trust_remote_code) == "nvfp4" else "bf16"
 
 
@@ -245,10 +245,10 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
         return
     remedy = {
         "nvfp4": f"Quantize it first (qerl-trl quantize {model} <folder>), or merge the run (qerl-trl merge)",
-        "bf16": "The weights it was made from are not in there: name the unquantized model",
+        "bf16": "It has no unquantized weights: name the unquantized model",
     }
     raise ValueError(
-        f"base_format={base_format!r}, and {model} is stored as {stored}. "
+        f"base_format={base_format!r}, but {model} is stored as {stored}. "
         f"{remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
     )
 
@@ -257,18 +257,18 @@ def require_adapter(folder: Path) -> None:
     """Refuse a folder without an adapter; the message names its content."""
     if (folder / "adapter_config.json").is_file():
         return
-    what, remedy = "no adapter_config.json", "It is a model (merged already?): take it as it is (qerl-trl eval, push)"
+    what, remedy = "no adapter_config.json", "It is a model (merged already?): use it directly (qerl-trl eval, push)"
     if not (folder / "config.json").is_file():
         what, remedy = "neither config.json nor adapter_config.json", "Name a model, a checkpoint or a run's folder"
         if (newest := seal.last_checkpoint(folder)) is not None:
-            remedy = f"Its run did not save its end (trainer.save_model()): name its newest checkpoint, {newest}"
+            remedy = f"Its run saved no final model (trainer.save_model()): name its newest checkpoint, {newest}"
     raise ValueError(f"{folder} has {what}. {remedy}.")
 
 
 def load_any(
     model: str, device: str = "cpu", dtype: str | None = None, trust_remote_code: bool = False
 ) -> TrainedPolicy:
-    """A model without an adapter, in its stored format, and its tokenizer. `dtype`: for compute; default: as stored."""
+    """Load a model without adapter, as stored, with its tokenizer. `dtype`: compute dtype; default: as stored."""
     code = {"trust_remote_code": trust_remote_code}
     config = load_config(model, NVFP4Config(compute_dtype=dtype) if dtype else None, **code)
     options: dict[str, Any] = {"dtype": dtype or "auto"}

@@ -1,4 +1,4 @@
-"""A policy as the dense model to publish, tensor by tensor: names as on disk, weights merged, cast or rounded.
+"""Turn a policy into the dense model to publish, tensor by tensor: names as on disk, weights merged or rounded.
 
 [`entries_of`] lists the tensors; an entry is computed by its `value()`, and the model itself is not modified.
 """
@@ -36,7 +36,7 @@ def _base_layer(layer: nn.Module) -> NVFP4Linear | nn.Linear:
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
-    """A float32 copy of a layer's base weight, without its adapter."""
+    """Return a float32 copy of a layer's base weight, without its adapter."""
     base = _base_layer(layer)
     return base.dequantize(torch.float32) if isinstance(base, NVFP4Linear) else base.weight.detach().float().clone()
 
@@ -67,14 +67,14 @@ def check_base(policy: TrainedPolicy) -> None:
 
 
 def recorded_base(settings: RunSettings) -> str | None:
-    """The run's recorded fingerprint of its base, if the policy uses the base in the run's format."""
+    """Return the recorded fingerprint of the run's base, if the policy uses the base in the run's format."""
     same_form = settings.get("merged_onto") in (None, settings.get("base_format"))
     return settings.get("base_sha256") if same_form else None
 
 
 @torch.no_grad()
 def merged_layer(layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight (N, K) and bias of a LoRA layer with its active adapters merged by PEFT's own code, in float32."""
+    """Return weight (N, K) and bias of a LoRA layer, its active adapters merged by PEFT's own code in float32."""
     with _dense_base(layer) as dense:
         LoraLinear.merge(layer)
         return dense.weight.data, None if dense.bias is None else dense.bias.data
@@ -92,7 +92,7 @@ class Entry(NamedTuple):
 
 @torch.no_grad()
 def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
-    """Every tensor of the dense model, in the model's order; NVFP4 and LoRA weights are computed on demand."""
+    """List every tensor of the dense model, in the model's order; NVFP4 and LoRA weights are computed on demand."""
     model = policy.transformers_model
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -111,7 +111,7 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
     state = model.state_dict()
     if is_sharded(model) or any(tensor.is_meta for tensor in state.values()):
         raise RuntimeError(
-            "The model is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export "
+            "The model is sharded or offloaded, so this process has only a part. Save a checkpoint, and export "
             "from its folder: qerl-trl merge <checkpoint> <folder>."
         )
     entries: list[Entry] = []
@@ -121,7 +121,7 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
         parts = key.split(".")  # shortest prefix: an adapter wins over the packed layer inside it
         owner = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in owners), None)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        # of a module in modules_to_save, a base has the original, possibly tied
+        # a base has the original of a module in modules_to_save, possibly tied
         if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
             if place in seen:  # a tied tensor is written once, under its first name
                 # a trained copy tied by PEFT (ensure_weight_tying) is not part of a base
@@ -178,7 +178,7 @@ def _layer_entries(
 
 
 def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, str]:
-    """In-memory names -> checkpoint names of this architecture."""
+    """Map in-memory names to this architecture's checkpoint names."""
     names = {}
     for entry in entries:
         stand_in = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -193,7 +193,7 @@ def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, s
 
 
 def nvfp4_layer(entry: Entry) -> NVFP4Linear | None:
-    """The packed layer with this weight, under an adapter or not; `None` for a dense tensor."""
+    """Return the packed layer with this weight, under an adapter or not; `None` for a dense tensor."""
     layer = None if entry.layer is None else _base_layer(entry.layer)
     return layer if isinstance(layer, NVFP4Linear) else None
 
@@ -223,7 +223,7 @@ def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
 
 
 def lossless_dtype(entry: Entry) -> torch.dtype:
-    """bfloat16 for a bf16 tensor loaded in float32 by a float32 run, else its own dtype."""
+    """Return bfloat16 for a bf16 tensor loaded in float32 by a float32 run, else its own dtype."""
     if entry.dtype != torch.float32:
         return entry.dtype
     value = entry.value()

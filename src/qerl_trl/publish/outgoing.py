@@ -1,8 +1,8 @@
 """Files allowed to leave this machine: an allow list of names, and a scan for secrets.
 
 [`files_of`] assembles every upload of this package; [`check`] scans it for secrets in `hub`, the only sender. Other
-files stay here: `training_args.bin`, optimizer states, logs, completions, notes. Only a checkpoint pushed for a resume
-(`hub_strategy="checkpoint"` and `"all_checkpoints"`) takes the files for a resume along, in its own folder.
+files stay here: `training_args.bin`, optimizer states, logs, completions, notes. Only a checkpoint pushed for resuming
+(`hub_strategy="checkpoint"` and `"all_checkpoints"`) includes the files for it, in its own folder.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def may_leave(name: str) -> bool:
 
 
 def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Content, list[str]]:
-    """Allowed files among `names` in `folder` (uploaded into `below`), and the names of the others."""
+    """Return the allowed files among `names` in `folder` (uploaded into `below`), and the other names."""
     names = sorted(names)
     allowed = [name for name in names if may_leave(f"{below}/{name}" if below else name)]
     check_inside(folder, [folder / name for name in allowed])
@@ -56,7 +56,7 @@ def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Conte
 
 
 def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> Content:
-    """Files for resuming from a checkpoint, in the repository's folder `below`, with `changed` contents."""
+    """Collect the files for resuming from a checkpoint, in the repository's folder `below`, with `changed` contents."""
     sealed = seal.read_manifest(folder)
     files, _ = files_of(folder, sealed["files"].keys() - {"README.md"}, below)  # PEFT's template
     files |= changed
@@ -65,7 +65,7 @@ def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> 
 
 
 def manifest_of(content: Mapping[str, Path | bytes], sealed: seal.Manifest) -> bytes:
-    """The folder's manifest (`sealed`), reduced to the uploaded files and texts."""
+    """Return the folder's manifest (`sealed`), reduced to the uploaded files and texts."""
     files = {name: sealed["files"][name] for name in content if name in sealed["files"]}
     for name, data in content.items():
         if isinstance(data, bytes) and name != seal.MANIFEST_NAME:
@@ -81,7 +81,7 @@ def check_words(repo_id: str, revision: str | None, message: str) -> None:
     for where, text in words.items():
         if (what := secrets.find(text)) is not None:
             raise HubError(
-                f"{where} contains {what}, so nothing was uploaded: {secrets.redact(text)!r}. Choose another one."
+                f"{where} contains {what}, so nothing was uploaded: {secrets.redact(text)!r}. Leave the secret out."
             )
 
 
@@ -93,6 +93,6 @@ def check(content: Mapping[str, Path | bytes]) -> None:
         what = secrets.find(data, is_json) if isinstance(data, bytes) else secrets.find_in(data)
         if what is not None:
             raise HubError(
-                f"{where} contains {what}, so nothing was uploaded. Remove it there, and revoke it if the file has "
-                "been anywhere else."
+                f"{where} contains {what}, so nothing was uploaded. Remove it from the file, and revoke it if others "
+                "may have seen it."
             )

@@ -52,11 +52,11 @@ from ..support.files import hub_commit, named_in_errors
 from . import write
 from .write import Job
 
-if TYPE_CHECKING:  # imports PEFT, not needed here
+if TYPE_CHECKING:  # imports PEFT, which is not needed here
     from ..checkpoint.settings import RunSettings
 
 REPORT_NAME = "quantization_report.json"
-#: memory for tensors in work, beyond two of the largest
+#: memory for tensors being processed, besides two of the largest
 _SLACK_BYTES = 400_000_000
 #: files of a model repository besides weights; no executable code
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -80,7 +80,7 @@ class Quantized:
 
     @property
     def nmse(self) -> float:
-        """Over all layers, weighted by size."""
+        """Relative squared error over all layers, weighted by size."""
         return sum(layer["nmse"] * layer["weights"] for layer in self.layers) / max(self.weights, 1)
 
 
@@ -174,7 +174,7 @@ def _local(model: str | os.PathLike, with_code: bool) -> Path:
 def _matched(
     folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
 ) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str], dict[str, str]]:
-    """(tensors, linears to quantize by stored name, parameter names once loaded if known, module renames)."""
+    """Return (tensors, linears to quantize by stored name, parameter names once loaded if known, renamed modules)."""
     tensors = headers.read_folder(folder)
     headers.check_inside(folder, {info.file for info in tensors.values()})
     with torch.device("meta"):
@@ -191,8 +191,8 @@ def _matched(
     if wrong:
         raise ValueError(
             f"{len(wrong)} linear layers of {type(model).__name__} have no tensor of their shape in {folder}, e.g. "
-            f"{wrong[0]}.weight {tuple(converted[wrong[0]].weight.shape)}. Load it with from_pretrained(..., "
-            "quantization_config=NVFP4Config()) and save_pretrained it."
+            f"{wrong[0]}.weight {tuple(converted[wrong[0]].weight.shape)}. Load the model with from_pretrained(..., "
+            "quantization_config=NVFP4Config()), then call save_pretrained."
         )
     dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in linears}
     packed = {f"{name}.{part}" for name in linears for part in PACKED}
@@ -203,7 +203,7 @@ def _matched(
 
 
 def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Stored names of modules renamed by transformers while loading, as in Gemma 3 and Mistral 3."""
+    """Return the stored names of modules that transformers renames at load, as in Gemma 3 and Mistral 3."""
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
@@ -222,7 +222,7 @@ def _as_loaded(row: fingerprint.FingerprintRow, modules: Mapping[str, str]) -> f
 
 
 def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
-    """Identity of a checkpoint: names, sizes and times of all files read or copied, without reading weights."""
+    """Hash a checkpoint's identity: names, sizes and times of all files read or copied, without reading weights."""
     digest = hashlib.sha256("".join(f"{name} {info.dtype} {info.shape}" for name, info in tensors.items()).encode())
     for file in sorted({*(info.file for info in tensors.values()), folder / "config.json", *_beside(folder)}):
         status = file.stat()
@@ -243,7 +243,7 @@ def _write(
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
 ) -> tuple[list[QuantizedLayer], list[fingerprint.FingerprintRow]]:
-    """(errors of the quantized layers, rows of the fingerprint), of all written tensors."""
+    """Quantize and write all tensors; returns (errors of the layers, fingerprint rows of all tensors)."""
     budget = Budget(2 * max(info.nbytes for info in tensors.values()) + _SLACK_BYTES)
     quantize = quantizer_for(torch.device(device), config.scale_rule)
     jobs = [
@@ -269,7 +269,7 @@ def _write(
 
 
 def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> list[list[TensorInfo]]:
-    """Tensors in file order; the members of a fused group together, at the place of the first."""
+    """Group tensors in file order; the members of a fused group together, at the place of the first."""
     groups: dict[tuple[str, Any], list[TensorInfo]] = {}
     for info in tensors.values():
         parent, _, child = info.name.removesuffix(".weight").rpartition(".")
@@ -281,7 +281,7 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
 
 
 def _beside(folder: Path) -> list[Path]:
-    """Files copied unchanged."""
+    """Return the files to copy unchanged."""
     files = {file.name: file for pattern in _COPIED_PATTERNS for file in folder.glob(pattern)}
     measured = {name for name, file in files.items() if file.match(EVALUATIONS)}  # of the model before quantization
     left = {*_NOT_COPIED, *measured}
@@ -326,7 +326,7 @@ _PIECE_BYTES = 1 << 24
 
 
 class Budget:
-    """Bytes allowed in work at a time; a single job may always run, whatever its size."""
+    """Limit on the bytes processed at a time; a single job may always run, whatever its size."""
 
     def __init__(self, total: int):
         self._free, self._total = total, total
@@ -344,7 +344,7 @@ class Budget:
 
 
 def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
-    """Quantizer for `device`: the reference, or a kernel if it saves more than its compilation takes."""
+    """Return the quantizer for `device`: the reference, or a kernel if it saves more than its compilation takes."""
     if device.type == "cuda" and scale_rule != "rtn":
         import qerl_nvfp4
 
@@ -385,7 +385,7 @@ def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize
             errors.append(_error(info.name.removesuffix(".weight"), weight, tensor))
             del weight, tensor
         if len(layers) > 1:
-            share_global_scale(layers)  # as after loading, for the same bytes
+            share_global_scale(layers)  # loading does this too: same bytes
         note["rows"] = [
             row_of(f"{error['name']}.{name}", parameter)
             for layer, error in zip(layers, errors, strict=True)
@@ -423,7 +423,7 @@ def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, devic
 
 
 def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> QuantizedLayer:
-    """Error of a layer on evenly spaced rows: relative squared, and the largest."""
+    """Measure a layer's error on evenly spaced rows: relative squared, and the largest."""
     rows = max(1, min(weight.shape[0], _ERROR_SAMPLE // weight.shape[1]))
     step = weight.shape[0] // rows
     sample = weight[::step].float()

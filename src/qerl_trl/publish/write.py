@@ -2,8 +2,8 @@
 
 *Jobs* describe a checkpoint of any size: their tensors' names, dtypes and shapes are known before the values. So every
 file's header is written first, and each tensor goes straight to its place in the file, from any thread and in any
-order; only tensors in work are in memory. A complete shard gets its final name; a killed run continues with the missing
-shards.
+order; memory has only the tensors being computed. A complete shard gets its final name; a killed run continues with the
+missing shards.
 """
 
 import fcntl
@@ -122,7 +122,7 @@ def _run(missing: "list[_Shard]", workers: int) -> None:
 
 
 class _Shard:
-    """A file being written: opened by its first job, published by its last."""
+    """A file being written: its first job opens it, its last gives it its final name."""
 
     def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
         self.path, self.jobs, self.progress = path, jobs, progress
@@ -170,7 +170,7 @@ class _Shard:
                 del tensor
                 if position == end:
                     break
-        next(made, None)  # lets a generator finish
+        next(made, None)  # let the generator finish
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -196,7 +196,7 @@ class _Shard:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a contiguous CPU tensor, for reading or writing in place."""
+    """Return the bytes of a contiguous CPU tensor, for reading or writing in place."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -219,8 +219,7 @@ def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> 
     read, written = Path(source).resolve(), Path(destination).resolve()
     if read.is_dir() and read.is_relative_to(written):
         raise ValueError(
-            f"{destination} is, or holds, {source}, from which it would be made and which would be removed in its "
-            "place. Name another folder."
+            f"{destination} is, or contains, {source}: the source of this export would be removed. Name another folder."
         )
 
 
@@ -312,12 +311,12 @@ def code_of(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def leave_code_out(config: Any) -> None:
-    """Keep `config.save_pretrained` from copying the code, and from replacing the repository's name by the copy's."""
+    """Keep `config.save_pretrained` from copying the code and naming the copy instead of the repository."""
     config._auto_class = None
 
 
 def naming_repository(entries: dict[str, Any], repo: str) -> dict[str, Any]:
-    """An auto_map with files of the repository `repo`."""
+    """Return an auto_map that names its files in the repository `repo`."""
 
     def of_repo(name: Any) -> Any:
         if isinstance(name, (list, tuple)):

@@ -14,7 +14,7 @@ from ..rollout import mismatch
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """This process's peak memory in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
+    """Return this process's peak memory in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -24,7 +24,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def base_description(model: nn.Module, base_format: str) -> str:
-    """Format of the base weights, in words."""
+    """Describe the format of the base weights."""
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
     if packed:
         dtype = str(packed[0].compute_dtype).removeprefix("torch.")
@@ -35,7 +35,7 @@ def base_description(model: nn.Module, base_format: str) -> str:
 
 
 def banner(trainer) -> str:
-    """The lines printed at a run's start."""
+    """Return the lines printed at a run's start."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     sizes, plan = model_bytes(model), trainer.memory_plan
     package_versions = versions()
@@ -73,7 +73,7 @@ def banner(trainer) -> str:
 
 
 def unlike_trl(args: Any) -> list[str]:
-    """Differences of a run with `args` from TRL's config, and how to undo them: a summary of
+    """List differences of a run with `args` from TRL's config, and how to undo them: a summary of
     docs/source/three_lines.md. Settings chosen by the user are listed only if equal to our default."""
     found = []
     if args.base_format != "full":

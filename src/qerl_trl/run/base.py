@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for TRL's trainer, from those of our class; checked before anything is loaded."""
+    """Check the arguments of our trainer class and return those for TRL's, before anything is loaded."""
     kind: Any = trainer
     model, args = given["model"], given.get("args")
     if args is None:
@@ -73,7 +73,7 @@ def own_vllm_generation(trainer: Any) -> Iterator[None]:
         from ..rollout.generation import QeRLVLLMGeneration
 
         settle_ends(trainer)
-        kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # the run's, not the model's largest
+        kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # for this run, not the model's largest
         return QeRLVLLMGeneration(*args, trainer=trainer, **kwargs)
 
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def model_init(
     assert not isinstance(given, str), "TRL's configs parse JSON when they are built"
     init = dict(given or {})
     if (legacy := init.pop("torch_dtype", None)) is not None:
-        init.setdefault("dtype", legacy)  # its older name, as transformers reads it
+        init.setdefault("dtype", legacy)  # older name of dtype, which transformers reads too
     hub = _hub_arguments(args)
     if args.base_format != "nvfp4":
         _check_stored(model, args.base_format, hub)
@@ -134,7 +134,7 @@ def model_init(
 
 
 def _hub_arguments(args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
-    """Location of the model's files, for `from_pretrained` of its configuration."""
+    """Return the arguments of `from_pretrained` that locate the model's files (revision, token, ...)."""
     init = args.model_init_kwargs or {}
     assert isinstance(init, dict), "TRL's configs parse JSON when they are built"
     hub: dict[str, Any] = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
@@ -142,7 +142,7 @@ def _hub_arguments(args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
 
 
 def source_of(model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
-    """Revision and cache of a model loaded by name; empty for a given module."""
+    """Return revision and cache folder of a model loaded by name; empty for a given module."""
     if not isinstance(model, str):
         return {}
     hub = _hub_arguments(args)
@@ -152,7 +152,7 @@ def source_of(model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig) -> dict
 def adapter_config(
     model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig, peft_config: PeftConfig | None
 ) -> PeftConfig | None:
-    """The adapter for training, checked; `None` if the model has one or none is wanted."""
+    """Return the checked configuration of the new adapter; `None` if the model has an adapter or needs none."""
     has_adapter = not isinstance(model, str) and is_peft_model(model)
     if args.base_format == "full":
         if peft_config is not None or has_adapter:
@@ -182,7 +182,7 @@ def _check_stored(model: str, base_format: str, hub: dict[str, Any]) -> None:
     method = stored.get("quant_method") or stored.get("producer", {}).get("name") or "an unknown method"
     raise ValueError(
         f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}). "
-        "Name the unquantized model, or set base_format='nvfp4' for an NVFP4 checkpoint, 'nf4' for one of bitsandbytes."
+        "Name the unquantized model, or set base_format='nvfp4' for an NVFP4, 'nf4' for a bitsandbytes checkpoint."
     )
 
 
@@ -202,7 +202,7 @@ def _nf4_config(dtype: str | torch.dtype) -> BitsAndBytesConfig:
 
 
 def by_name(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of `function` by name, including its `**kwargs`."""
+    """Return the arguments of a call of `function` by name, including its `**kwargs`."""
     signature = inspect.signature(function)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():

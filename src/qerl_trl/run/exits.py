@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 def goes_on(output_dir: str, source: str, done: int, wanted: int, epoch: float | None) -> str:
-    """The line of a resumed run: from the checkpoint `source`, anywhere, with `done` of `wanted` steps."""
+    """Return the message of a run resumed from the checkpoint `source` (in any folder) at `done` of `wanted` steps."""
     inside = Path(source).parent.resolve() == Path(output_dir).resolve()
     where, at = Path(source).name if inside else source, "" if epoch is None else f" (epoch {epoch:.2f})"
     return secrets.redact(
-        f"{output_dir} goes on at step {done} of {wanted}{at}, from {where}. For a fresh start, choose another "
+        f"{output_dir} resumes at step {done} of {wanted}{at}, from {where}. For a fresh start, choose another "
         "output_dir."
     )
 
 
 def last_whole(saved: str | None) -> str:
-    """How to resume an interrupted run from its last whole checkpoint."""
+    """Return how to resume an interrupted run from its last whole checkpoint."""
     if saved is None:
         return "No checkpoint was written yet, so the same command starts over."
     if not seal.keeps_optimizer(saved):
@@ -41,12 +41,12 @@ def last_whole(saved: str | None) -> str:
             f"The last whole checkpoint is {saved}, without an optimizer (save_only_model=True), so it cannot be "
             "resumed; choose another output_dir."
         )
-    return f"The last whole checkpoint is {saved}: the same command goes on from it (resume_from_checkpoint=True)."
+    return f"The last whole checkpoint is {saved}: the same command resumes from it (resume_from_checkpoint=True)."
 
 
 @contextmanager
 def told_of_interrupts(text: Callable[[], str]) -> Iterator[None]:
-    """Add a note to Ctrl-C's error."""
+    """Add the note `text()` to a `KeyboardInterrupt` from this block."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -66,7 +66,7 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
 
     def tell(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() == own:  # a forked child has this handler, too
+        if os.getpid() == own:  # a forked child inherits this handler
             os.write(2, f"\n{told('SIGTERM')}\n".encode())
         os.kill(os.getpid(), number)
 
@@ -84,7 +84,7 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
 
 
 class _Moment(NamedTuple):
-    """Random states and token count, as changed by the making of a batch."""
+    """Random states and token count, which making a batch changes."""
 
     python: Any
     numpy: Any
@@ -139,7 +139,7 @@ class Rescue:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, RolloutError):  # already called by the engine
+            if not isinstance(error, RolloutError):  # the engine has saved already
                 error.add_note(self())
             raise
         finally:
@@ -155,7 +155,7 @@ class Rescue:
     def __call__(self) -> str:
         """Save a checkpoint of the last completed step, if safe, and return how to resume. Not safe if one rank fails
         alone, or if the step began with completions of an earlier rollout, which no checkpoint has
-        (`steps_per_generation` is no multiple of the accumulation)."""
+        (`steps_per_generation` not a multiple of the accumulation)."""
         trainer, step = self._trainer, self._trainer.state.global_step
         resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
         wanted = trainer.args.save_strategy != "no" and step > 0 and trainer.model.training

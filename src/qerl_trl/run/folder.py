@@ -44,7 +44,7 @@ _FULL_TEXT = re.compile(
     r"|unexpected pos \d+ vs \d+",
     re.IGNORECASE,
 )
-#: locks of this process, by folder, until its end
+#: folder -> descriptor of its lock, kept until this process ends
 _locks: dict[str, int] = {}
 
 
@@ -52,7 +52,7 @@ def lock(output_dir: str | os.PathLike) -> None:
     """Keep other processes from training into `output_dir` for the life of this one. Repeatable.
 
     Raises:
-        `RuntimeError`: another process has it. A file system without locks keeps nobody out.
+        `RuntimeError`: another process has it (unnoticed on a file system without locks).
     """
     folder = Path(output_dir).resolve()
     if str(folder) in _locks:
@@ -76,7 +76,7 @@ def lock(output_dir: str | os.PathLike) -> None:
 
 
 def _forget_locks() -> None:
-    """Release the locks in a forked child, to not outlive its parent's."""
+    """Release the locks in a forked child, or they would outlive the parent."""
     while _locks:
         os.close(_locks.popitem()[1])
 
@@ -85,8 +85,8 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def resumable(output_dir: str | os.PathLike) -> str | None:
-    """The folder to resume a run in `output_dir` from: its newest whole checkpoint, or `output_dir` itself if a later
-    step was saved there; `None` for a fresh start."""
+    """Return the folder to resume a run in `output_dir` from: its newest whole checkpoint, or `output_dir` itself if
+    it has a later step; `None` for a fresh start."""
     newest, folder = seal.last_checkpoint(output_dir), Path(output_dir)
     ended = seal.recorded_run(folder).get("global_step", -1)
     if ended < 0 or not (folder / TRAINER_STATE_NAME).is_file():
@@ -97,10 +97,10 @@ def resumable(output_dir: str | os.PathLike) -> str | None:
 
 
 def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
-    """The whole checkpoint for `Trainer.train(resume_from_checkpoint)`, `None` for a fresh start.
+    """Return the whole checkpoint for `Trainer.train(resume_from_checkpoint)`, `None` for a fresh start.
 
     Raises:
-        `ValueError`: there is none in `output_dir`, or the named one is damaged, or no checkpoint.
+        `ValueError`: `output_dir` has none, or the named folder is damaged or no checkpoint.
     """
     if not resume_from_checkpoint:
         return None
@@ -121,19 +121,19 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
 
 
 def step_of(folder: str | os.PathLike) -> int:
-    """Completed steps of a checkpoint, or a sealed run folder."""
+    """Return the completed steps of a checkpoint or a sealed run folder."""
     return json.loads(Path(folder, TRAINER_STATE_NAME).read_text())["global_step"]
 
 
 def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[str, Any], allowed: bool) -> list[str]:
-    """Compare `settings` with those of the resumed run, or of the owner of a new run's folder.
+    """Compare `settings` with those of the resumed run, or for a new run with those of the folder's owner.
 
     Returns:
         Differences permitted by `allowed` (`allow_other_settings`), one line each, including earlier ones.
 
     Raises:
         `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. `allowed` does not cover the
-        folder if the checkpoint is elsewhere: its files are another run's.
+        folder if the checkpoint is elsewhere: its files belong to another run.
     """
     elsewhere = resume is None or not _lies_in(resume, output_dir)
     # a run's pushed adapter may be next to its checkpoints
@@ -165,8 +165,8 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
     if resume is None:
         if source is not None:
             logger.warning(
-                "output_dir=%s holds this run already, and it starts over. Pass resume_from_checkpoint=True to resume "
-                "it.",
+                "output_dir=%s has an earlier start of this run, and training starts over. Pass "
+                "resume_from_checkpoint=True to resume instead.",
                 output_dir,
             )
         return []
@@ -190,14 +190,14 @@ def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Ite
 def require_own(
     folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = (), resumed: bool = False
 ) -> None:
-    """Before a run saves its result: refuse to replace another run's, or an export.
+    """Refuse to save a run's result over that of another run, or an export.
 
     Args:
         changed: permitted differences of settings.
-        resumed: the folder is the run's, and may have its own pushed adapter.
+        resumed: the run was resumed in the folder, which may contain its pushed adapter.
 
     Raises:
-        `ValueError`: it has one.
+        `ValueError`: the folder has either.
     """
     own, others = (settings, None) if resumed else (None, settings)
     if held := _held(Path(folder), own, others, changed):
@@ -207,8 +207,8 @@ def require_own(
 def _held(
     folder: Path, own: Mapping[str, Any] | None, others: Mapping[str, Any] | None, changed: Iterable[str] = ()
 ) -> str | None:
-    """Foreign content of a folder: an export, except the adapter of a run with the settings `own`; or the newest seal
-    of a run with other settings than `others`, if given."""
+    """Describe foreign content: an export, except the adapter of a run with the settings `own`; or the newest seal of a
+    run with other settings than `others`, if given. `None` without any."""
     if (kind := _others_export(folder, own, changed)) is not None:
         return f"holds an export ({kind})"
     if others is None or (source := _owner(folder)) is None:
@@ -223,7 +223,7 @@ def _held(
 def _others_export(
     folder: str | os.PathLike, settings: Mapping[str, Any] | None, changed: Iterable[str] = ()
 ) -> str | None:
-    """The kind of an export in a folder, except an adapter of the run with these settings, up to `changed` ones."""
+    """Return the kind of an export, except an adapter of the run with these settings, up to `changed` ones."""
     kind, then = seal.recorded_run(folder).get("kind"), seal.recorded_settings(Path(folder))
     if kind != "adapter" or settings is None or "settings_sha256" not in then:
         return kind
@@ -231,13 +231,13 @@ def _others_export(
 
 
 def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:
-    """Whether a checkpoint is one of the folder's own, or the folder itself."""
+    """Return whether a checkpoint is in the folder, or is the folder itself."""
     named = Path(resume)
     return Path(output_dir).resolve() in (named.resolve(), named.resolve().parent, named.parent.resolve())
 
 
 def _owner(output_dir: Path) -> Path | None:
-    """The newest seal in the folder with a readable manifest; else the folder itself, if its manifest is damaged."""
+    """Return the folder of the newest readable manifest; else `output_dir`, if its manifest is damaged."""
     sealed = [path.parent for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{seal.MANIFEST_NAME}")]
     sealed += [output_dir] if (output_dir / seal.MANIFEST_NAME).is_file() else []
     readable = [folder for folder in sealed if seal.recorded_run(folder)]
@@ -256,7 +256,7 @@ def sealing(
 
     Args:
         wanted: whether this process writes.
-        since: as [`seal.next_order`].
+        since: as in [`seal.next_order`].
     """
     if not wanted:
         yield
@@ -271,7 +271,7 @@ def sealing(
         seal.seal(folder, settings, names=written, order=order)
     else:
         logger.warning(
-            "No weights were written to %s (a sharded state is kept in checkpoints only), so it is not sealed.", folder
+            "No weights were written to %s (sharded state is saved in checkpoints only), so it has no manifest.", folder
         )
 
 
@@ -288,10 +288,7 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def check_disk(args: TrainingArguments, model: nn.Module) -> None:
-    """
-    Raises:
-        `RuntimeError`: there is no room for one checkpoint of this run.
-    """
+    """Raise `RuntimeError` if the disk has no room for one checkpoint of this run."""
     if args.should_save and args.output_dir is not None:
         sizes = model_bytes(model)
         resumable = args.save_strategy != "no" and not args.save_only_model
@@ -300,7 +297,7 @@ def check_disk(args: TrainingArguments, model: nn.Module) -> None:
 
 
 def full_is_named(method: Callable) -> Callable:
-    """Decorate a writing method of a trainer. If the disk is full, a partial checkpoint is removed.
+    """Decorate a writing method of a trainer to remove a partial checkpoint if the disk is full.
 
     Raises:
         `OSError`: the disk is full; names the last whole checkpoint and what to do.

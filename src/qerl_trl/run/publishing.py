@@ -30,7 +30,7 @@ def warn_of_tokens(model: Any, processing_class: Any) -> None:
     tokens = len(text_tokenizer(processing_class))
     rows, stored = model.config.get_text_config().vocab_size, stored_vocabulary(model)
     if tokens > rows:
-        what = "a text with one of the others ends in an error"
+        what = "a text with one of the extra tokens ends in an error"
     elif stored is not None and rows not in (stored, tokens):
         what = "AutoPeftModel, which resizes to the tokenizer, cannot load the adapter (qerl_trl.load_adapter can)"
     else:
@@ -66,7 +66,7 @@ class Uploads:
         model_name: str | None = None,
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
-        **others: Any,  # of transformers' card, not in ours
+        **others: Any,  # transformers' arguments, unused in our card
     ) -> "Facts":
         from ..publish import card
 
@@ -101,17 +101,17 @@ class Uploads:
         )
 
     def prepare(self, token: str | None, private: bool | None) -> str:
-        """Create the repository of a run with pushes, before training. Returns its name."""
+        """Create the Hub repository before training with push_to_hub=True. Returns the repository's name."""
         from ..publish import hub
 
         trainer, to = self._trainer, self.destination(token=token, private=private)
-        secrets.check_places({"processing_class": trainer.processing_class})  # also one loaded with the model
+        secrets.check_places({"processing_class": trainer.processing_class})  # also checks one loaded with the model
         if to.adapter and to.base_model is None:
             hub.require_hub_base(trainer.model.config._name_or_path)
         return hub.prepare_repository(to.repo_id, to.private, to.token, to.revision)
 
     def push(self, message: str | None, to: "Destination", **named: Any) -> str | None:
-        """Publish the run's present state. Returns the URL of the commit, `None` on other ranks."""
+        """Publish the run's present state. Returns the commit's URL, `None` on other ranks."""
         from ..publish import hub
 
         trainer: Any = self._trainer
@@ -142,7 +142,7 @@ class Uploads:
         return self._trainer.args.push_to_hub and self._trainer.args.hub_strategy != HubStrategy.END
 
     def push_checkpoint(self, folder: Path) -> None:
-        """A failed push logs a warning at once, and raises at the end of training."""
+        """Push a checkpoint during training. A failed push logs a warning now, and raises in [`end`]."""
         trainer = self._trainer
         if not trainer.is_world_process_zero() or not self._while_training():
             return
@@ -162,7 +162,7 @@ class Uploads:
             logger.warning("%s", self.failed)
 
     def end(self) -> None:
-        """At the end of a training: if the last push failed, save the model and raise `HubError`. Collective."""
+        """Save the model and raise `HubError` if the last push during training failed. Collective."""
         trainer: Any = self._trainer
         if not self._while_training():
             return
@@ -181,16 +181,15 @@ class Uploads:
 
 
 class PublishingMixin(OnlineTrainer):
-    """`save_adapter`, `save_merged`, `save_base`, and `push_to_hub()` in the parent's place, also during training.
+    """Adds `save_adapter`, `save_merged` and `save_base` to TRL's trainer, and replaces all of its uploads.
 
-    Private by default, whole or not at all, with our card, and only files allowed by `publish.outgoing`. Precedes TRL's
-    trainer in the bases, and replaces all of its uploads.
+    Uploads are private by default, complete or absent, with our card, and only of files allowed by `publish.outgoing`.
     """
 
     _uploads: Uploads
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """With generation_config.json, for an adapter too: it has the end tokens of the run."""
+        """Save generation_config.json too, also with an adapter: it has the run's end tokens."""
         super()._save(output_dir, state_dict)
         model = self.accelerator.unwrap_model(self.model)
         save_generation_config(output_dir or self.args.output_dir, model, self.processing_class)

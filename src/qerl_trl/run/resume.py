@@ -29,12 +29,12 @@ from .publishing import PublishingMixin
 
 logger = logging.getLogger(__name__)
 
-#: the reference model moved by TRL (`sync_ref_model`), in a checkpoint; not saved by `Trainer`
+#: file in a checkpoint for the reference model that TRL moves (`sync_ref_model`); `Trainer` saves none
 REFERENCE_NAME = "reference_model.safetensors"
 
 
 class RunRecord:
-    """A run's record for its seals, and its resumed checkpoint."""
+    """Settings of a run for its manifests, and the record of the resumed checkpoint."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -48,17 +48,17 @@ class RunRecord:
         self.best: str | None = None
         #: whether this trainer's results are in its output_dir
         self._saved_here = False
-        #: of the resumed checkpoint ([`seal.order_of`])
+        #: seal order of the resumed checkpoint ([`seal.order_of`])
         self._order = 0
 
     def settle(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint to resume from, compared with this run's settings."""
+        """Return the checkpoint to resume from, after comparing its settings with this run's."""
         trainer = self._trainer
         resume = run_folder.to_resume(resume_from_checkpoint, trainer.args.output_dir)
         model = trainer.accelerator.unwrap_model(trainer.model)
         if resume is not None and not trainer.is_fsdp_enabled and fingerprint.take_embeddings(model, resume):
             trainer.base_sha256 = fingerprint.base_sha256(model)
-        if self.settings is None:  # before the trainer creates its own
+        if self.settings is None:  # before the trainer creates an optimizer
             given = {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
             trainer.given_optimizers = {
                 name: type(each).__qualname__ for name, each in given.items() if each is not None
@@ -71,7 +71,7 @@ class RunRecord:
     def begin(self, resume: str | None) -> TrainerState | None:
         """Call at the start of a training. Returns the state of the resumed checkpoint."""
         trained = self._trainer.state.global_step
-        if resume is None and trained:  # the parent counts from 0 again, and keeps the weights
+        if resume is None and trained:  # Trainer counts from 0 again, and keeps the weights
             self.changed.append(f"weights: trained for {trained} steps by an earlier train() of the same trainer")
         self.best, self._then, self._order = None, None, 0
         if resume is None:
@@ -84,24 +84,24 @@ class RunRecord:
                     parameter.data.copy_(found[name])
             else:
                 logger.warning(
-                    "%s has no %s (a sharded one is not saved): the reference model is the first one again.",
+                    "%s has no %s (not saved if sharded), so the reference model is the initial one again.",
                     resume,
                     REFERENCE_NAME,
                 )
         return TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
 
     def new_optimizer(self, done: int, wanted: int) -> None:
-        """Resume without an optimizer's state: the parent would start an empty one at the first learning rate."""
+        """Refuse a checkpoint without optimizer state, or record that Trainer starts a new optimizer."""
         if not self._trainer.args.allow_other_settings:
             raise ValueError(
-                f"{self._trainer._saved} keeps no optimizer state (a run's end, or save_only_model=True), so step "
-                f"{done} cannot go on to {wanted}. Name another checkpoint, or set allow_other_settings=True for a new "
-                "optimizer."
+                f"{self._trainer._saved} keeps no optimizer state (final save, or save_only_model=True), so training "
+                f"cannot resume from step {done} to {wanted}. Name another checkpoint, or set "
+                "allow_other_settings=True for a new optimizer."
             )
         self.changed.append(f"optimizer: a new one from step {done} on")
 
     def now(self) -> RunSettings:
-        """Settings, step and changes. As in the resumed record if no step was trained since."""
+        """Return settings, step and changes; if no step was trained since resuming, from the resumed record."""
         resumed, step = self._trainer._resumed, self._trainer.state.global_step
         if resumed is not None and step == resumed.global_step and self._then:
             settings, changed = self._then.copy(), list(self._then.get("changed", []))
@@ -140,14 +140,14 @@ class RunRecord:
         if not args.should_save:
             return
         run_dir, best = os.path.dirname(folder), trainer.state.best_model_checkpoint
-        torch.save(args, os.path.join(folder, TRAINING_ARGS_NAME))  # again, with its limit
+        torch.save(args, os.path.join(folder, TRAINING_ARGS_NAME))  # again, with save_total_limit restored
         seal.seal(folder, self.now(), order=seal.next_order(run_dir, self._order))
         seal.replaced(folder)
         seal.rotate(run_dir, limit, keep=[folder] if best is None else [folder, best])
 
     @contextmanager
     def result(self, folder: str) -> Iterator[None]:
-        """Around `save_model`: the folder is this run's, or free, and is sealed."""
+        """Around `save_model`: check that the folder is this run's or empty, and write its manifest afterwards."""
         trainer, own = self._trainer, os.path.abspath(folder) == os.path.abspath(self._trainer.args.output_dir)
         if not own or not self._saved_here:
             resumed = own and trainer._resumed is not None
@@ -205,7 +205,7 @@ class SaveBetweenRollouts:
             self.hold()
 
     def put_off(self, folder: str) -> bool:
-        """Whether transformers saves on SIGTERM (`enable_jit_checkpoint`) in mid-step: the save waits for its end."""
+        """Put off transformers' save on SIGTERM (`enable_jit_checkpoint`) to the step's end; True if in mid-step."""
         control = self._trainer.control
         if not self._trainer.args.enable_jit_checkpoint or not control.should_training_stop or self.after_step:
             return False
@@ -215,7 +215,7 @@ class SaveBetweenRollouts:
         return True
 
     def hold(self) -> None:
-        """Call after a step, after all requests of callbacks."""
+        """Put off a save within a rollout. Call after a step, after all callbacks."""
         args = self._trainer.args
         state, control = self._trainer.state, self._trainer.control
         rollout_every = args.steps_per_generation * self._trainer.num_iterations
@@ -257,7 +257,7 @@ class SaveBetweenRollouts:
 
 
 class SavingMixin(PublishingMixin):
-    """Saving and resuming in the parent's place. Precedes TRL's trainer in the bases; differences: see trainer.py."""
+    """Replaces Trainer's saving and resuming (see trainer.py). Put it before TRL's trainer in the bases."""
 
     rescue: Rescue
     _record: RunRecord
@@ -270,8 +270,8 @@ class SavingMixin(PublishingMixin):
     _unpushed: str | None = None
 
     def to_resume(self) -> str | None:
-        """The checkpoint to resume from: by the arguments, else the newest whole one in `output_dir`; `None` for a
-        fresh start. Raises `ValueError` if it belongs to a run with other settings."""
+        """Return the checkpoint to resume from: the named one, else the newest whole one in `output_dir`; `None` for
+        a fresh start. Raises `ValueError` if it belongs to a run with other settings."""
         return self._record.settle(self.args.resume_from_checkpoint or run_folder.resumable(self.args.output_dir))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -280,7 +280,7 @@ class SavingMixin(PublishingMixin):
 
         Raises:
             `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model differs from
-            the sealed one, or has non-finite values; or the processes are not parts of the same run.
+            its manifest, or has non-finite values; or the processes are not parts of the same run.
         """
         loading.finish(self.accelerator.unwrap_model(self.model))
         if self.args.device.index is not None and self.args.device.type == "cpu":
@@ -307,7 +307,11 @@ class SavingMixin(PublishingMixin):
         done, wanted = 0 if self._resumed is None else self._resumed.global_step, others[-1]
         if done >= wanted:
             # the parent would take one more step before its check
-            logger.warning("This run has ended: %d steps are done, %d are wanted. Nothing is trained.", done, wanted)
+            logger.warning(
+                "This run has ended: %d of %d steps are done. Nothing is trained. Raise max_steps or num_train_epochs.",
+                done,
+                wanted,
+            )
             epochs = 0
         elif self._resumed is not None and self._saved is not None:
             if not seal.keeps_optimizer(self._saved):
@@ -339,7 +343,9 @@ class SavingMixin(PublishingMixin):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint or ""
         if wrong := seal.problems(best):
-            logger.warning("%s is damaged (%s). The weights stay those of the last step.", best, "; ".join(wrong))
+            logger.warning(
+                "%s is damaged (%s): it is not loaded, and the last step's weights stay.", best, "; ".join(wrong)
+            )
             return
         super()._load_best_model()
         self._record.best = os.path.basename(best)
@@ -382,13 +388,13 @@ class SavingMixin(PublishingMixin):
 
     @run_folder.full_is_named
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True) -> None:
-        """As `Trainer.save_model`, sealed: `qerl-trl merge`, `push` and `eval` read this content, or refuse it.
+        """As `Trainer.save_model`, with a manifest: `qerl-trl merge`, `push` and `eval` refuse a folder changed later.
 
         Args:
             push (`bool`, *optional*, defaults to `True`):
                 Whether a run with `push_to_hub` is then published, as by `Trainer`.
         """
-        if _internal_call:  # a checkpoint, sealed when it is complete
+        if _internal_call:  # a checkpoint, gets its manifest when complete
             super().save_model(output_dir, _internal_call)
             return
         folder = output_dir or self.args.output_dir

@@ -29,14 +29,14 @@ def check(arms: Sequence[str]) -> None:
 
 
 def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any]:
-    """Short record of the results in `folder`."""
+    """Read a short record of the results in `folder`."""
     results: dict[str, Any] = json.loads((folder / RESULTS_NAME).read_text())
     measured = ("before", "after", "difference", "steps", "train_seconds", "measured_by")
     return {"arm": arm, "seed": seed, "folder": folder.name, **{name: results[name] for name in measured}}
 
 
 def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Comparison as data: accuracies of each arm, and differences from the first arm by seed, with mean.
+    """Compare the runs: accuracies of each arm, and differences from the first arm by seed, with their mean.
 
     Raises:
         `ValueError`: the runs differ in their number of problems or steps, or in the measurement.
@@ -48,7 +48,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[dict[str, 
         if names := [name for name in sorted({*first, *way}) if first.get(name) != way.get(name)]:
             lines = "; ".join(f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in names)
             raise ValueError(
-                f"These runs cannot be compared, {runs[0]['folder']} and {run['folder']} were measured in different "
+                f"These runs cannot be compared: {runs[0]['folder']} and {run['folder']} were measured in different "
                 f"ways ({lines}). Start the same command again with one set of options, in another --output_dir."
             )
     accuracy: dict[str, Any] = {}

@@ -32,7 +32,7 @@ def read(
     folders: Sequence[Path] = (),
     as_text: Sequence[str] = (),
 ) -> DatasetDict:
-    """Splits of a Hub dataset, a folder of `<split>.jsonl` or of `save_to_disk`, a file (`train`), or a function.
+    """Read the splits of a Hub dataset, a folder of `<split>.jsonl` or `save_to_disk`, a file (`train`), or a function.
 
     Files may be of any of the `KINDS`. Columns of .csv and .tsv are text, as are JSON columns in `as_text` if one
     number type would change their spelling.
@@ -45,7 +45,7 @@ def read(
             saved = load_from_disk(str(source))
             if isinstance(saved, DatasetDict):
                 return saved
-            named = re.fullmatch(r"(\w+)(\[.*\])?", str(saved.split or ""))  # a slice has its expression here
+            named = re.fullmatch(r"(\w+)(\[.*\])?", str(saved.split or ""))  # a slice stores its expression here
             return DatasetDict({named[1] if named else "train": saved})
         there = sorted(source.iterdir()) if source.is_dir() else [source]
         for kind in KINDS:
@@ -57,7 +57,7 @@ def read(
         what = "a folder without" if source.is_dir() else "not"
         raise ValueError(
             f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(KINDS)}. A folder needs "
-            "one for each split, or is what save_to_disk wrote. Or name file.py:function, which returns {split: rows}."
+            "one per split, or is written by save_to_disk. Or name a file.py:function that returns {split: rows}."
         )
     if isinstance(source, str):
         return from_hub(source, config, None, f"dataset_name={source!r}", folders)
@@ -94,21 +94,21 @@ def _csv(text: str, delimiter: str) -> list[dict[str, Any]]:
     finally:
         csv.field_size_limit(limit)
     for cells, line in rows:
-        if len(cells) != len(header):  # cells would be lost
+        if len(cells) != len(header):  # refused: cells would be lost
             raise csv.Error(
-                f"line {line} has {len(cells)} cells, and the header {len(header)}; a text with {delimiter!r} in it "
-                "stands in quotes"
+                f"line {line} has {len(cells)} cells, but the header {len(header)}; quote a text that "
+                f"contains {delimiter!r}"
             )
     return [dict(zip(header, cells, strict=True)) for cells, _ in rows]
 
 
 def _json(text: str, **numbers: Any) -> list[dict[str, Any]]:
-    """A list of objects, or concatenated objects. `numbers`: parsers of numbers."""
+    """Parse a list of objects, or concatenated objects. `numbers`: parsers of numbers."""
     decoder = json.JSONDecoder(**numbers)
     rows: list[dict[str, Any]] = []
     at = _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches everywhere
     while at < len(text):
-        found, at = decoder.raw_decode(text, at)  # its error has the line
+        found, at = decoder.raw_decode(text, at)  # the error names the line
         rows += found if isinstance(found, list) else [found]
         at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
     return rows
@@ -117,7 +117,7 @@ def _json(text: str, **numbers: Any) -> list[dict[str, Any]]:
 def _of_rows(
     rows: Sequence[Mapping[str, Any]], as_text: Sequence[str], written: Sequence[Mapping[str, Any]] | None = None
 ) -> Dataset:
-    """Columns of one type. `written`: the rows with each number as its text in the file."""
+    """Make a dataset with one type per column. `written`: the rows with each number as its text in the file."""
 
     def text(value: Any) -> str | None:
         return value if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
@@ -134,7 +134,7 @@ def _of_rows(
 
 
 def from_hub(name: str, config: str | None, split: str | None, said: str, folders: Sequence[Path] = ()) -> Any:
-    """All splits of a Hub dataset, or one. `said`: the option and its value, for the message."""
+    """Load all splits of a Hub dataset, or one. `said`: the option and its value, for the message."""
     try:
         return load_dataset(name, config, split=split)
     except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
@@ -199,17 +199,17 @@ def _are_messages(asked: Any) -> bool:
 
 
 def split_named(data: DatasetDict, name: str, option: str) -> Dataset:
-    """The split `name`; `option` is mentioned in the error."""
+    """Return the split `name`, or raise `ValueError` naming `option`."""
     if name not in data:
         raise ValueError(
-            f"{option}={name!r} is none of the splits {', '.join(data)}. Name another, or hold a part of the training "
-            "split out with test_split_size (0.1 is a tenth, 200 are 200 problems)."
+            f"{option}={name!r} is none of the splits {', '.join(data)}. Name another, or hold out a part of the "
+            "training split with test_split_size (0.1 is a tenth, 200 are 200 problems)."
         )
     return data[name]
 
 
 def held_out(data: DatasetDict, train: str, test: str, size: float | None) -> tuple[Dataset, Dataset]:
-    """(training, held-out) problems: two splits, or one divided deterministically."""
+    """Return (training, held-out) problems: two splits, or one divided deterministically."""
     whole = split_named(data, train, "dataset_train_split")
     if size is None:
         return whole, split_named(data, test, "dataset_test_split")

@@ -62,10 +62,10 @@ class Accuracy:
 
 
 def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[float, float, float]:
-    """(difference, low, high): mean change in accuracy on the same problems with its 95 % interval, as fractions.
+    """Return (difference, low, high): mean change in accuracy on the same problems and its 95 % interval, fractions.
 
     Normal approximation of paired differences; if all changed alike, or none did, the interval of Agresti and Min
-    (Statistics in Medicine 2005), with half a problem more of each kind.
+    (Statistics in Medicine 2005), with half a problem added to each kind.
     """
     differences = [int(b) - int(a) for a, b in zip(before, after, strict=True)]
     n = len(differences)
@@ -80,7 +80,7 @@ def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[fl
 
 
 def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
-    """Accuracy with several verdicts per problem (`correct`); its 95 % interval treats problems as independent."""
+    """Compute the accuracy of several verdicts per problem (`correct`); its interval takes problems as independent."""
     shares = [sum(row) / len(row) for row in correct]
     n, samples = len(shares), len(correct[0])
     if samples == 1:
@@ -123,7 +123,7 @@ PROTOCOLS = {
 
 
 def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
-    """The benchmark (a Hub id, a file, or a folder, as a task's data) with the columns `prompt` and `answer`."""
+    """Load a benchmark (Hub id, file or folder, as for a task) with the columns `prompt` and `answer`."""
     local = Path(protocol.dataset)
     if local.exists():
         splits = read(local, as_text=ANSWERS)
@@ -148,7 +148,7 @@ def evaluate(
 
     Args:
         generate: returns one completion per row of a dataset with each problem repeated `samples` times.
-        problems, verdicts_of, answer_format: a task's, instead of the protocol's dataset and grader.
+        problems, verdicts_of, answer_format: from a task, to replace the protocol's dataset and grader.
     """
     whole = answer_format == "whole"
     verdicts_of = verdicts_of or functools.partial(grade, grader=grader_of(protocol.grader), whole=whole)
@@ -187,7 +187,7 @@ def check_adapter_applied(model: PreTrainedModel | PeftModel) -> None:
         base = model(ids).logits
     if torch.equal(adapted, base):
         raise RuntimeError(
-            "The adapter changes no logit: it is untrained, or did not load, so the base model would be measured."
+            "The adapter changes no logit (untrained, or not loaded): the base would be measured. Name a trained run."
         )
 
 
@@ -199,7 +199,7 @@ def transformers_engine(
     seed: int = 0,
     progress: bool = True,
 ) -> Callable[[Dataset], list[str]]:
-    """`generate` for [`evaluate`] with transformers. `protocol.temperature = 0` is greedy."""
+    """Return `generate` for [`evaluate`] with transformers. `protocol.temperature = 0` is greedy."""
     check_adapter_applied(model)
     sampling: dict[str, Any] = {"do_sample": False}
     if protocol.temperature > 0:
@@ -222,7 +222,7 @@ def vllm_engine(
     chat_template: str | None = None,
     **engine: Any,
 ) -> Callable[[Dataset], list[str]]:
-    """`generate` for [`evaluate`] with vLLM, the adapter in vLLM's LoRA slots. `engine`: arguments of `vllm.LLM`."""
+    """Return `generate` for [`evaluate`] with vLLM, adapter in its LoRA slots. `engine`: arguments of `vllm.LLM`."""
     vllm = CheckpointEngine(model, adapter, seed, **engine)
     template = {"chat_template": chat_template, **(protocol.chat_template_kwargs or {})}
     ends = end_tokens(stored(vllm.generation, vllm.config, vllm.revision), vllm.tokenizer, **template)
@@ -241,7 +241,7 @@ def vllm_engine(
 def prompt_texts(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[list[dict]], chat_template_kwargs: dict[str, Any]
 ) -> list[str]:
-    """Conversations as text, rendered by the chat template with a generation prompt."""
+    """Render conversations to text by the chat template, with a generation prompt."""
     return [
         str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **chat_template_kwargs))
         for prompt in prompts
@@ -259,7 +259,7 @@ def solve(
     progress: bool = True,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Completions for the conversational `prompt` column of `dataset`, in its order, in evaluation mode (no noise).
+    """Generate completions for the conversational `prompt` column of `dataset`, in its order, without noise.
 
     Greedy without a `generation_config`; the model's generation_config.json is ignored. Sorted by length internally.
     """
@@ -284,7 +284,7 @@ def solve(
             padded: dict[str, Any] = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
             batch = tokenizer([texts[i] for i in rows], add_special_tokens=False, **padded).to(model.device)
             with of_the_model_alone(model):
-                output = cast(Any, model).generate(  # torch types a module's attributes as tensors
+                output = cast(Any, model).generate(  # torch types attributes of modules as tensors
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
                     generation_config=generation_config,
@@ -298,7 +298,7 @@ def solve(
 
 
 def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto", whole: bool = False) -> list[bool]:
-    """One verdict per completion: `grader` finds its answer equal to `answer`. `whole`: all text is the answer."""
+    """Return a verdict per completion: its answer equals `answer` by `grader`. `whole`: all text is the answer."""
     compare = grader_of(grader) if isinstance(grader, str) else grader
     return [is_correct(text, gold, compare, whole) for text, gold in zip(completions, dataset["answer"], strict=True)]
 
@@ -315,7 +315,7 @@ class Measurement:
     All methods but [`measured_by`] are collective. Every rank gets the results of `dataset`, in order.
 
     Args:
-        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): trainer of the policy.
+        trainer ([`QeRLGRPOTrainer`] or another trainer with [`QeRLMixin`]): trainer of the policy.
         batch_size: problems per batch, without vLLM.
     """
 
@@ -329,7 +329,7 @@ class Measurement:
         return [reward >= self.task.solved_reward for reward in self.held_out_rewards()]
 
     def held_out_completions(self) -> list[str]:
-        """Greedy completions, noise off; with vLLM from the running engine, with the current adapter."""
+        """Generate greedily, noise off; with vLLM in the running engine, with the current adapter."""
         trainer, dataset = self.trainer, self.dataset
         accelerator, tokenizer = trainer.accelerator, trainer.processing_class
         limit, template = trainer.max_completion_length, trainer.chat_template_kwargs
@@ -352,7 +352,7 @@ class Measurement:
 
     @torch.no_grad()
     def held_out_rewards(self) -> list[float]:
-        """First reward of one completion each, sampled as in a rollout with tools and environments, noise off."""
+        """Return the first reward of a completion per problem, sampled as in a rollout with tools, noise off."""
         trainer, dataset, batch_size = self.trainer, self.dataset, self.batch_size
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         training, generations = trainer.model.training, trainer.num_generations_eval
@@ -373,7 +373,7 @@ class Measurement:
         return rewards[: len(dataset)]
 
     def measured_by(self) -> dict[str, Any]:
-        """Settings behind [`verdicts`], as JSON: verdicts with equal settings are comparable."""
+        """Return the settings of [`verdicts`], as JSON: verdicts with equal settings are comparable."""
         settings = run_settings(self.trainer)
         options = settings["options"]
         names = ["max_completion_length", TOKENIZER]
@@ -393,9 +393,9 @@ class Measurement:
 
 
 class HeldOutAccuracy(TrainerCallback):
-    """After each evaluation (`eval_strategy`, `trainer.evaluate()`): accuracy, as `eval_held_out_accuracy`.
+    """Log the accuracy after each evaluation (`eval_strategy`, `trainer.evaluate()`) as `eval_held_out_accuracy`.
 
-    It is in the metrics, so `metric_for_best_model="eval_held_out_accuracy"` works.
+    The value is in the metrics, so `metric_for_best_model="eval_held_out_accuracy"` works.
     """
 
     def __init__(self, measurement: Measurement) -> None:

@@ -2,12 +2,12 @@
 
     auto      numbers by value; words, codes (R2D2) and dates letter by letter, ignoring case; everything else as
               mathematics, ignoring units (the default)
-    exact     letter by letter, but for spaces around and repeated inside
+    exact     letter by letter, ignoring spaces around and repeated spaces inside
     numeric   by value: 1,200 and 1200.0 are equal; anything else is wrong
     math      math-verify: 1/2, 0.5 and \\frac{1}{2} are equal. Not for words: to it `tenalp` is a product like `planet`
 
-Or a custom function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. Its
-reference has the type in the data; ours compare numbers as text. `reward`: the task's first reward decides.
+Or a custom function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. It gets
+the reference in the data's type; built-in graders get numbers as text. `reward`: the task's first reward decides.
 """
 
 import importlib
@@ -42,7 +42,7 @@ _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
 
 
 def final_answer(text: str) -> str | None:
-    """The stated answer of a solution: the rest of the last `####` line or the last `\\boxed{}`, the later one."""
+    """Return the stated answer of a solution: the later of the last `####` line and the last `\\boxed{}`."""
     *_, last = (None, *MARKED.finditer(text))
     boxed = _boxed(text)
     if boxed is not None and (last is None or text.rfind(_BOXED) > last.start()):
@@ -51,7 +51,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Content of the last box, nested braces allowed; `None` without a complete box."""
+    """Return the last box's content, nested braces allowed; `None` without a complete box."""
     _, box, rest = text.rpartition(_BOXED)
     depth = 1
     for at, letter in enumerate(rest if box else ""):
@@ -122,7 +122,7 @@ BY_REWARD = "reward"
 
 
 def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
-    """The built-in grader `name`, or the function at a path, its file searched for in `folders`.
+    """Return the built-in grader `name`, or the function at a path, its file searched for in `folders`.
 
     Raises:
         `ValueError`: unknown grader or function. `ImportError`: math-verify is not installed.
@@ -184,14 +184,14 @@ def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool 
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """The text of a completion, plain or conversational."""
+    """Return the text of a completion, plain or conversational."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def correctness(
     grader: str | Grader = "auto", whole: bool = False, folders: list[Path] | None = None
 ) -> Callable[..., list[float]]:
-    """A reward function: 1.0 if the stated answer equals the dataset's `answer` under `grader`, else 0.0.
+    """Make a reward function: 1.0 if the stated answer equals the dataset's `answer` under `grader`, else 0.0.
 
     Args:
         whole: the whole last message is the answer; otherwise the part after `####` or in a box.
@@ -226,15 +226,15 @@ _HOW = "Name it as file.py:function or package.module:function."
 
 
 def found(name: str, folders: list[Path]) -> Path | None:
-    """The file or folder `name` in the first of `folders` containing it, else `None`."""
+    """Return the file or folder `name` in the first of `folders` containing it, else `None`."""
     return next((place for folder in folders if (place := folder / name).exists()), None)
 
 
 def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
-    """The function or class `name`; a file is searched for in `folders`, by default in the working directory.
+    """Import the function or class `name`; a file is searched for in `folders`, by default the working directory.
 
     Raises:
-        `ValueError`: not found; `option` is the option naming it.
+        `ValueError`: not found; the message names `option`.
     """
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     try:
@@ -247,7 +247,7 @@ def function_named(name: str, option: str, folders: list[Path] | None = None) ->
 
 
 def _of_module(place: str, folders: list[Path]) -> ModuleType:
-    """An installed module, otherwise a file of that name in one of `folders`."""
+    """Import an installed module, otherwise a file of that name in one of `folders`."""
     file = f"{place.replace('.', '/')}.py"
     if importlib.util.find_spec(place.split(".")[0]) is None and found(file, folders) is not None:
         return _of_file(file, folders)

@@ -71,12 +71,12 @@ def _warn_of_form(texts: list[str], task: Task) -> None:
 def train_and_measure(
     trainer: Any, task: Task, eval_problems: int | None = None, eval_batch_size: int = 64
 ) -> RunResults:
-    """Train, with the accuracy on held-out problems before and after, and write `results.json` in the output folder.
+    """Train, measure the accuracy on held-out problems before and after, and write `results.json` to `output_dir`.
 
-    With the same folder, it resumes from the last complete checkpoint; a finished run is only evaluated again.
+    An interrupted run resumes from its last complete checkpoint; a finished one is only evaluated again.
 
     Args:
-        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): made with [`Task.for_trainer`].
+        trainer ([`QeRLGRPOTrainer`] or another trainer with [`QeRLMixin`]): made with [`Task.for_trainer`].
         eval_problems: only the first held-out problems. Default: all.
         eval_batch_size: problems per batch, without vLLM.
 
@@ -108,8 +108,8 @@ def train_and_measure(
     named = " without --resume_from_checkpoint" if args.resume_from_checkpoint else ""
     with told_of_interrupts(
         lambda: (
-            f"The training is over, and saved in {args.output_dir}. The accuracy after it was being measured: the same "
-            f"command{named} measures it, and trains no more."
+            f"The training is over, and saved in {args.output_dir}; its accuracy was being measured. The same "
+            f"command{named} measures it without training again."
         )
     ):
         after = measurement.verdicts()
@@ -133,16 +133,16 @@ class _Run:
         self.before: list[bool] = []
 
     def measure_before(self, resume: str | None) -> None:
-        """Read it from a resumed run's file, or measure: now, or under FSDP when training begins."""
+        """Read the accuracy before training from a resumed run, or measure it (under FSDP when training begins)."""
         output_dir, problems = self.trainer.args.output_dir, self.measurement.dataset
         in_training = placed_in_training(self.trainer.accelerator)
         self.before = (read_before(output_dir, problems, self.way) if resume else None) or []
         if in_training and resume and not self.before:
             raise ValueError(
                 f"{output_dir} has no {BEFORE_NAME}, the accuracy before training, which FSDP and DeepSpeed only "
-                "measure as training begins. Put the file back, resume without either, or start in another output_dir."
+                "measure as training begins. Restore the file, resume without them, or start in another output_dir."
             )
-        continued = "" if in_training else f" {last_whole(resume)}"  # training prints it itself
+        continued = "" if in_training else f" {last_whole(resume)}"  # training prints this itself
 
         def measure() -> None:
             if not self.before:
@@ -202,7 +202,7 @@ class _Run:
 
 
 def _publishing(saved: str, output_dir: Path, base: str, base_format: str) -> str:
-    """Commands for publishing the saved model; a local base is published before its adapter."""
+    """Return the commands that publish the saved model; a local base is published before its adapter."""
     publish = f"qerl-trl push {saved} {output_dir} <user>/<name>"
     if saved == "model" or not Path(base).is_dir():
         return publish
@@ -224,10 +224,10 @@ def write_before(output_dir: str, verdicts: list[bool], problems: Dataset, way: 
 
 
 def read_before(output_dir: str, problems: Dataset, way: Mapping[str, Any]) -> list[bool] | None:
-    """Verdicts on `problems` before the run in `output_dir` trained; `None` if it was not measured.
+    """Read the verdicts on `problems` before the training in `output_dir`; `None` if they were not measured.
 
     Raises:
-        `ValueError`: other problems or other settings.
+        `ValueError`: they were measured on other problems or with other settings.
     """
     file = Path(output_dir, BEFORE_NAME)
     if not file.is_file():
@@ -246,8 +246,8 @@ def read_before(output_dir: str, problems: Dataset, way: Mapping[str, Any]) -> l
             lines.append(f"{name}: {_shown(was)} then, {_shown(is_now)} now")
     if lines:
         raise ValueError(
-            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}) than the one "
-            "after it would be. Go on with the same problems, grader and limits, or choose another output_dir."
+            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}) than now, so "
+            "it cannot be compared. Use the same problems, grader and limits, or choose another output_dir."
         )
     return content["correct"]
 

@@ -38,7 +38,7 @@ from .task import PARSED, Task, TaskArguments
 
 logger = logging.getLogger(__name__)
 
-#: their fields are the options in a recipe and on the command line
+#: classes with a field for each option in a recipe and on the command line
 KINDS: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
 _NAMES = [field.name for kind in KINDS for field in dataclasses.fields(kind)]
 #: default without a task
@@ -51,7 +51,7 @@ class Script:
 
     Attributes:
         eval_problems, eval_batch_size: for the evaluations before and after.
-        overwrite: replace a run with other settings in `output_dir`; one with the same settings is resumed.
+        overwrite: replace a run with other settings in `output_dir`; a run with equal settings is resumed.
     """
 
     task: Task
@@ -70,7 +70,7 @@ class Script:
         Args:
             task: the script's default, overridden by `--task`.
             config: recipe (a file, or a shipped one's name) without `--config`; by default chosen by machine.
-            argv: words of the command line, by default this process's.
+            argv: words of the command line; default: `sys.argv[1:]`.
 
         Raises:
             `ValueError`: an unknown option, with similar names.
@@ -105,7 +105,7 @@ class Script:
         return cls(chosen, args, model_args, said.eval_problems, said.eval_batch_size, said.overwrite)
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments for [`QeRLGRPOTrainer`]: from task and recipe, the adapter, the tokenizer with its template."""
+        """Return the arguments for [`QeRLGRPOTrainer`]: from task and recipe, adapter, tokenizer with its template."""
         args, named = self.args, self.model_args
         model = named.model_name_or_path
         if model is None:
@@ -157,7 +157,7 @@ class Script:
 def _task_of(
     own: Task | None, said: Any, words: list[str], recipe: dict[str, Any], file: str | None, by_user: list[str]
 ) -> Task:
-    """Task of the command line, else the script's `own`, else the recipe's, with its fields overridden."""
+    """Return the command line's task, else the script's `own`, else the recipe's, with its fields overridden."""
     on_command_line = _value(words, "task")
     fields = {name: getattr(said, name) for name in PARSED}
     if own is not None or on_command_line is not None:  # the recipe's fields belong to its own task
@@ -166,8 +166,8 @@ def _task_of(
         left = [name for name in ("task", *PARSED) if name in recipe and _value(words, name) is None]
         if left and _value(by_user, "config") is not None:
             logger.warning(
-                "This script has a task of its own, so of the recipe %s is left out. Name a task on the command line "
-                "(--task), or these one by one, to replace the script's.",
+                "This script has its own task, so these fields of the recipe are ignored: %s. Pass --task, or each of "
+                "them, on the command line to replace the script's.",
                 ", ".join(f"{name}: {recipe[name]}" for name in left),
             )
         return own.with_said(fields)
@@ -194,11 +194,11 @@ def _check_known(rest: Sequence[str]) -> None:
     said = [word for word in rest if word.startswith("--")] or list(rest)
     near = [name for word in said for name in difflib.get_close_matches(word.partition("=")[0], known, 3, 0.7)]
     hint = f" There is {', '.join(dict.fromkeys(near))}." if near else ""
-    raise ValueError(f"{' '.join(said)}: no option of a run, in the recipe or on the command line.{hint} {OPTIONS}")
+    raise ValueError(f"{' '.join(said)}: unknown option in the recipe or on the command line.{hint} {OPTIONS}")
 
 
 def with_config(words: list[str], config: str | None = None) -> list[str]:
-    """The command line with `--config` resolved to a file: as given, else `config`, else this machine's (printed).
+    """Resolve `--config` in the command line to a file: the given one, `config`, or the machine's default (printed).
 
     Without a GPU, only the embedded model gets a recipe: its learning rate and lengths fit no other.
     """
@@ -223,7 +223,7 @@ def _is(word: str, option: str) -> bool:
 
 
 def _value(words: list[str], option: str) -> str | None:
-    """The word after `--option` on the command line; `None` without it."""
+    """Return the word after `--option` on the command line; `None` without it."""
     for word, after in zip(words, [*words, ""][1:], strict=True):
         if _is(word, option):
             return word.partition("=")[2] if "=" in word else after
@@ -231,5 +231,5 @@ def _value(words: list[str], option: str) -> str | None:
 
 
 def _folders() -> list[Path]:
-    """Folders searched for task files besides the task's own: the working directory and the shipped ones."""
+    """Return the folders searched for task files besides the task's: the working directory and the shipped ones."""
     return [Path(), examples_folder().parent]

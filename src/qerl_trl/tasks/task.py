@@ -45,7 +45,7 @@ _THEIRS = [name for name in dir(trl_rewards) if name.endswith(("_reward", "_puni
 
 
 def _said(default: Any, help: str, parsed: Any = str) -> Any:
-    """A field with an option in recipes and on the command line, parsed as `parsed`."""
+    """Make a field with an option in recipes and on the command line, parsed as `parsed`."""
     return field(default=default, metadata={"help": help, "parsed": parsed})
 
 
@@ -67,7 +67,7 @@ class Task:
         chat_template_path: Jinja file to replace the tokenizer's chat template.
         tools: functions for the model to call, or their names.
         environment_factory: class (or its name) of an environment for TRL's `environment_factory`.
-        solved_reward: least first reward of a correct completion, if answers are not graded (tools, environments, no
+        solved_reward: smallest first reward of a solved problem, if answers are not graded (tools, environments, no
             reference, `grader: reward`).
     """
 
@@ -117,16 +117,16 @@ class Task:
         known = [each.name for each in dataclasses.fields(cls) if each.name != "folders"]
         if unknown := sorted(map(str, set(content) - set(known))):
             raise ValueError(
-                f"{path} has {', '.join(unknown)}: unknown. A task has {', '.join(known)}; settings of a run belong "
-                "into --config."
+                f"{path} has {', '.join(unknown)}: unknown. A task has {', '.join(known)}; put settings of a run into "
+                "--config."
             )
         return cls(**{"name": path.stem.replace("_", " "), **content}, folders=[path.parent, *(folders or [Path()])])
 
     def with_said(self, said: Mapping[str, Any]) -> "Task":
-        """Copy with fields replaced by those of a recipe or command line."""
+        """Return a copy with fields replaced by those of a recipe or command line."""
         given = {name: value for name, value in said.items() if value is not None and name in PARSED}
         if given.get("dataset_name") not in (None, self.dataset_name) and "dataset_config" not in given:
-            given["dataset_config"] = None  # belongs to the previous data
+            given["dataset_config"] = None  # the configuration of the previous data
         return dataclasses.replace(self, **given)
 
     @property
@@ -160,7 +160,7 @@ class Task:
         return self.dataset_test_split if self.test_split_size is None else None
 
     def splits(self) -> tuple[Dataset, Dataset]:
-        """(training, held-out) problems with their prompts."""
+        """Load the (training, held-out) problems with their prompts."""
         needed = not self.interactive and (self.reward_funcs is None or "correctness_reward" in self.reward_funcs)
         by_text = needed or self.grader == "exact"  # custom rewards may compute with numbers
         as_text = ((self.answer_column,) if self.answer_column else problems.ANSWERS) if by_text else ()
@@ -174,7 +174,7 @@ class Task:
         train, test = (problems.with_prompts(part, *columns) for part in parts)
         for part in (train, test) if needed else (test,):
             if self.graded(part):
-                instead = f", or grader={BY_REWARD!r}: the first reward says what is right"
+                instead = f", or grader={BY_REWARD!r}: the first reward then decides"
                 require_references(part["answer"], self.grader, self.answer_format == "whole", instead)
         return train, test
 
@@ -182,9 +182,9 @@ class Task:
         return function_named(said, option, self.folders) if isinstance(said, str) else said
 
     def rewards(self) -> list[str | Callable]:
-        """The reward functions; reward models stay names."""
+        """Return the reward functions; a reward model stays a name."""
         if self.reward_funcs is None and self.environment_factory is not None:
-            return []  # the environment has its own
+            return []  # the environment gives rewards
         named = self.reward_funcs
         if named is None:
             named = list(_OURS) if self.answer_format == "marked" else [_OURS[0]]
@@ -203,13 +203,13 @@ class Task:
         return function_named(name, "reward_funcs", self.folders)
 
     def weights(self) -> list[float] | None:
-        """Reward weights; defaults: 1 for the answer, 0.1 for its form."""
+        """Return the reward weights; defaults: 1 for the answer, 0.1 for its form."""
         if self.reward_weights is not None or self.reward_funcs is not None or self.environment_factory is not None:
             return self.reward_weights
         return [1.0, 0.1][: len(self.rewards())]
 
     def for_trainer(self) -> dict[str, Any]:
-        """Arguments of a TRL trainer: data, rewards, and tools or the environment if any."""
+        """Return the arguments for a TRL trainer: data, rewards, and tools or the environment if any."""
         if self.grader not in (*GRADERS, BY_REWARD):
             self._grader()  # raises for an unknown name, before a model is loaded
         train, test = self.splits()
@@ -221,24 +221,23 @@ class Task:
         return arguments
 
     def prepared(self, tokenizer: Any) -> Any:
-        """The tokenizer with this task's chat template.
+        """Set this task's chat template on the tokenizer, and return it.
 
         Raises:
-            `ValueError`: no template, or an empty vocabulary, as of a folder without a tokenizer.
+            `ValueError`: no chat template, or an empty vocabulary (missing tokenizer files).
         """
         if self.chat_template_path is not None:
             file = found(self.chat_template_path, self.folders) or Path(self.chat_template_path)
             tokenizer.chat_template = file.read_text().rstrip("\n")
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"{tokenizer.name_or_path or 'The tokenizer'} has no chat template, as models that are only "
-                "pretrained, and a task asks in messages. Name a Jinja file as chat_template_path, or take the model "
-                "that was trained to answer."
+                f"{tokenizer.name_or_path or 'The tokenizer'} has no chat template (usual for a base model), but "
+                "the prompts of a task are messages. Set chat_template_path to a Jinja file, or use an instruct model."
             )
         if not tokenizer.encode("1 + 1", add_special_tokens=False):
             raise ValueError(
                 f"The tokenizer of {tokenizer.name_or_path} makes no tokens of a text: its files (tokenizer.json) are "
-                "missing or empty. Copy them from where the model came from."
+                "missing or empty. Copy them from the model's repository."
             )
         return tokenizer
 
@@ -260,7 +259,7 @@ class Task:
         }
 
     def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:
-        """One verdict per completion: it states the reference answer."""
+        """Return a verdict per completion: whether it states the reference answer."""
         compare, whole = self._grader(), self.answer_format == "whole"
         pairs = zip(completions, problems["answer"], strict=True)
         return [is_correct(text, gold, compare, whole) for text, gold in pairs]
