@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import triton
 from nvfp4_cases import Problem, random_weight, relative_error
 
 import qerl_nvfp4
@@ -89,13 +88,6 @@ def test_wgmma(config):
     run(few, 3 * BM + 1, 1280, 480)
 
 
-@pytest.mark.hopper
-@pytest.mark.parametrize("M", [17, 40, 64, 128])
-@pytest.mark.parametrize("K", [9216, 18944])
-def test_wgmma_with_an_adapter_and_a_long_k(M, K):
-    run(select.wgmma_heuristic(512, K, M, 132), M, 512, K, rank=32, splits=(320, 128, 64), launches=20)
-
-
 MMA = [
     {"kernel": "mma", "BM": BM, "R": R, "NS": NS, "SK": SK}
     for BM, R in bounds.ISSUED
@@ -142,25 +134,6 @@ def test_wide(config):
 
 
 AS_PERMUTED = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 8}
-
-
-@pytest.mark.gluon
-@pytest.mark.parametrize("odd", ["x", "out"])
-@pytest.mark.parametrize(
-    "config", [pytest.param(AS_PERMUTED, marks=pytest.mark.hopper), MMA[0]], ids=lambda config: config["kernel"]
-)
-def test_x_and_y_at_any_address(config, odd):
-    """Neither can be copied 16 bytes at a time."""
-    M, N, K = 40, 512, 1024
-    problem = problem_of(M, N, K)
-    x, out = (torch.full((M, size + 3), 7.0, device="cuda", dtype=torch.bfloat16) for size in (K, N))
-    if odd == "x":
-        x[:, 3:] = problem.x
-        problem.x = x[:, 3:]
-    y = out[:, 3:] if odd == "out" else torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
-    ops.launch(config, problem.x, *problem.weight, problem.bias, *problem.adapter, y)
-    assert relative_error(y, problem.exact()) < 4e-3
-    assert (out[:, :3] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -245,25 +218,6 @@ def test_tensors_that_are_not_contiguous(M):
     assert relative_error(qerl_nvfp4.linear_backward(dy, *problem.weight), exact) < 4e-3
 
 
-def test_rms_norm_of_tensors_that_are_not_contiguous():
-    w = (1 + torch.randn(2 * 640, device="cuda") * 1e-3)[::2]
-    xs = not_contiguous(33, 640)
-    for x in xs:
-        for r in xs:
-            y, h = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
-            expected = reference.rms_norm(x, w, 1e-6, r)
-            assert torch.equal(h, expected[1]) and relative_error(y, expected[0]) < 1e-3
-        assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
-
-
-def test_row_slices_and_float8_scales_are_weights():
-    packed, scale, gs = random_weight(2048, 1024, seed(), "cuda")
-    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
-    whole = qerl_nvfp4.linear(x, packed, scale.view(torch.float8_e4m3fn), gs)
-    part = qerl_nvfp4.linear(x, packed[512:1024], scale[512:1024], gs)
-    assert relative_error(part, whole[:, 512:1024]) < 3e-3
-
-
 @pytest.mark.parametrize("rule", reference.SCALE_RULES)
 def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
     weight = (torch.randn(300, 1040) * 0.02).bfloat16()
@@ -305,13 +259,6 @@ def test_quantize_to_rtn_equals_the_cpu_for_any_bits_ties_and_neighbours_of_ties
         got = qerl_nvfp4.quantize(weight.cuda(), "rtn", gs.cuda())
         assert torch.equal(got[1].cpu(), scales)
         assert torch.equal(got[0].cpu(), packed)
-
-
-def test_dequantize_of_more_rows_than_a_launch_can_take():
-    N = 524_280 + 17
-    packed, scale = timing.random_weight(N, 16, seed())
-    for gs in (torch.full((1,), 64.0, device="cuda"), torch.rand(N, device="cuda") + 1):
-        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, gs), reference.dequantize(packed, scale, gs))
 
 
 @pytest.mark.parametrize("M", [4, 48])
@@ -374,24 +321,3 @@ def test_torch_compile():
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) * 2, fullgraph=True)
     assert relative_error(compiled(x), qerl_nvfp4.linear(x, packed, scale, gs) * 2) < 1e-3
-
-
-def test_a_launch_compiles_nothing_that_was_compiled_ahead(monkeypatch):
-    from qerl_nvfp4.precompile import Weight, precompile
-
-    N, K, rank, splits = 768, 1024, 24, (256, 256, 256)  # of no other test
-    tokens = [1, 3, 16, 24, 64, 100, 200, 512, 700, 2048]
-    ahead = [Weight(N, K, splits, rank, bias=True)]
-    result, again = (precompile(ahead, tokens, norms=[K + 8], tell=lambda line: None) for _ in range(2))
-    assert result.kernels > 0 and not result.failed
-    assert again.kernels == 0 and again.seconds < 1
-    compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["repr"]))
-    problem = problem_of(max(tokens), N, K, rank, splits)
-    for M in tokens:
-        problem.linear(slice(0, M))
-    x = torch.randn(5, K + 8, device="cuda").bfloat16()
-    for residual in (None, x):
-        qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6, residual)
-    torch.cuda.synchronize()
-    assert not compiled

@@ -2,8 +2,6 @@
 
 import json
 import math
-import multiprocessing
-import platform
 import time
 import warnings
 from types import SimpleNamespace
@@ -87,32 +85,6 @@ def test_entries_are_added_to_those_that_are_there(cache):
     assert [p.name for p in cache.iterdir() if p.suffix != ".lock"] == [path.name], "no temporary file is left"
 
 
-def _write_many(first: int, machine: str) -> None:
-    platform.node = lambda: machine
-    for i in range(25):
-        measured.write("a Hopper", 132, [entry(8 * (first + i))], everything)
-
-
-@pytest.mark.parametrize(
-    "machines", [("one", "one", "one"), ("one", "two", "three")], ids=["a machine", "three machines"]
-)
-def test_processes_that_write_at_once_lose_nothing_and_readers_never_see_half(cache, machines):
-    key = measured.key_of("a Hopper", 132)  # before the fork: it imports Triton
-    fork = multiprocessing.get_context("fork")
-    writers = [fork.Process(target=_write_many, args=(1 + 25 * i, name)) for i, name in enumerate(machines)]
-    for writer in writers:
-        writer.start()
-    seen = 0
-    while any(writer.is_alive() for writer in writers):
-        if measured.path_of(key).is_file():
-            seen = max(seen, len(measured.read(measured.path_of(key), key, everything)))
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    assert 0 < seen <= 75
-    assert len(measured.read(measured.path_of(key), key, everything)) == 75
-
-
 # --- selection ------------------------------------------------------------------------------------
 
 
@@ -137,33 +109,6 @@ def test_a_switch_leaves_it_unread(hopper, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert chosen() is None
-
-
-def test_wide_tiles_need_their_switch_here_too(hopper, monkeypatch):
-    S, X = cost.wide_stages(96, 2)
-    wide = {"kernel": "wide", "BM": 96, "P": 2, "S": S, "X": X, "grid": 2, "tasks": True}
-    for allowed in (False, True):
-        monkeypatch.setattr(cost, "WIDE_ALLOWED", allowed)
-        keep(entry(96, wide))
-        assert chosen(96) == (wide if allowed else None)
-
-
-def test_a_product_asks_with_the_rank_and_the_shards_of_its_adapter(hopper, monkeypatch):
-    asked = []
-    monkeypatch.setattr(ops, "choose", lambda *arguments: asked.append(arguments) or {"kernel": "dense", "pieces": 1})
-    monkeypatch.setattr(ops, "product_by_any", lambda *arguments: None)
-    monkeypatch.setattr(ops, "_runs_on", lambda x: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-
-    x = torch.zeros(3, K).bfloat16().as_subclass(OnGpu)
-    weight = torch.zeros(N, K // 2, dtype=torch.uint8), torch.zeros(N, K // 16, dtype=torch.uint8), torch.ones(1)
-    ops._linear(x, *weight)
-    ops._linear(x, *weight, None, torch.zeros(24, K).bfloat16(), torch.zeros(N, 24).bfloat16())
-    ops._linear(x, *weight, None, torch.zeros(48, K).bfloat16(), torch.zeros(N, 24).bfloat16(), (N - 16, 16))
-    assert [arguments[-2:] for arguments in asked] == [(0, 1), (24, 1), (24, 2)]
 
 
 def test_measured_configurations_are_compiled_ahead(hopper):
@@ -366,24 +311,6 @@ def test_candidates_can_run_and_begin_with_the_shipped_one(gpu, monkeypatch, car
             assert M > 16 or not any(c["kernel"] == "wgmma" for c in found[1:])
     assert ("wide" in kernels) == (wide and card == H200)
     assert len(refine.near(Weight(4608, 3584, (4608,), 32), 64, 0)) > 1
-
-
-def test_candidates_are_near_the_cheapest(gpu):
-    gpu(*H200)
-    prices = cost.priced(4608, 3584, 160, 132, 96)
-    found = refine.near(Weight(4608, 3584, (3584, 512, 512), 32), 160, 0)
-    us = {repr(config): price for price, config in prices}
-    assert prices[0][1] in found and all(us[repr(c)] <= refine.MARGIN * prices[0][0] for c in found[1:])
-
-
-@pytest.mark.parametrize("M,tried", [(512, True), (64, False)])
-def test_the_selected_kernel_is_tried_with_x_in_its_natural_order(gpu, M, tried):
-    """No model has a price for it; tiles that would have to wait for x are not tried."""
-    gpu(*H200)
-    found = refine.near(Weight(37888, 3584, (18944, 18944), 32), M, 0)
-    assert cost.can_be_natural(found[0]) is tried and not found[0].get("natural")
-    assert (found[0] | {"natural": True} in found) is tried
-    assert all(select.can_run(c, 37888, 3584, M, 132, 227 * 1024) for c in found)
 
 
 # --- all of it ------------------------------------------------------------------------------------

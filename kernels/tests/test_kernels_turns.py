@@ -70,20 +70,6 @@ def test_nobody_waits_for_ever_for_one_that_hangs(two, tmp_path):
     assert two[0].is_alive() and lines[-1].endswith("so this process compiles 17 kernels too")
 
 
-def test_nobody_waits_for_another_name(two, tmp_path):
-    lines = []
-    with turns.one_process_at_a_time(tmp_path, "other code", "1 kernel", lines.append):
-        assert two[0].is_alive() and not lines
-
-
-def test_an_error_lets_the_next_one_in(tmp_path):
-    with pytest.raises(ZeroDivisionError), turns.one_process_at_a_time(tmp_path, "code", "1 kernel"):
-        raise ZeroDivisionError
-    lines = []
-    with turns.one_process_at_a_time(tmp_path, "code", "1 kernel", lines.append, longest=0):
-        assert not lines
-
-
 def test_a_folder_without_locks_or_rights_stops_nobody(tmp_path, monkeypatch):
     def no_locks(*args):
         raise OSError("no locks available")
