@@ -15,7 +15,6 @@ from qerl_nvfp4.measured import source_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torch-ext" / "qerl_nvfp4"
-RESULTS = ROOT / "benchmarks" / "results"
 WIDEST = (37888, 3584)  # gate and up of 7B
 
 
@@ -79,7 +78,6 @@ def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
     "name,sms,capability,kernel",
     [
         ("NVIDIA H100 80GB HBM3", 132, (9, 0), "as the H200"),
-        ("NVIDIA GH200 480GB", 132, (9, 0), "as the H200"),
         ("NVIDIA H100 PCIe", 114, (9, 0), "wgmma"),
         ("a Blackwell", 132, (10, 0), "portable"),
     ],
@@ -106,8 +104,8 @@ def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
         assert config["kernel"] == "portable" and 1 <= config["SK"] <= -(-K // config["BK"])
 
 
-@pytest.mark.parametrize("M", [1, 16, 17, 128, 300, 4096])
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("M", [1, 17, 300])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)], ids=str)
 def test_hoppers_own_kernel_goes_to_no_other_gpu(pretend, capability, M):
     pretend("some GPU", 100, capability, 99)
     assert ops.use_gluon(0)
@@ -118,7 +116,7 @@ def test_hoppers_own_kernel_goes_to_no_other_gpu(pretend, capability, M):
     assert select.with_adapter(config)["kernel"] == config["kernel"]
 
 
-@pytest.mark.parametrize("shared", [227, 163, 99, 64, 48])
+@pytest.mark.parametrize("shared", [163, 99, 48])
 @pytest.mark.parametrize("M,N", [(17, 65536), (64, 1024), (128, 65536)])
 def test_kernels_keep_to_the_cards_shared_memory(pretend, shared, M, N):
     pretend("some GPU", 100, (8, 6), shared)
@@ -131,22 +129,17 @@ def test_kernels_keep_to_the_cards_shared_memory(pretend, shared, M, N):
     assert config["NS"] >= (3 if shared >= 99 else 1), "fewer stages hide less latency"
 
 
-def test_the_selection_is_listed(pretend, h200):
+def test_the_selection_is_listed(h200):
     rows = ops.selected(*WIDEST, (1, 64, 4096), 0, rank=32)
     assert [(row.tokens, row.kernel) for row in rows] == [(1, "skinny"), (64, "wgmma"), (4096, "dense")]
     assert all(row.why == "table of NVIDIA H200" for row in rows)
     assert rows[0].config == select.with_adapter(select.choose(*WIDEST, 1, 0, True))
     assert {row.kernel for row in ops.selected(2560, 2048, device=0, dtype=torch.float32)} == {"reference"}
-    wide, square = {"gate_up": WIDEST}, {"o": (4096, 4096)}
+    wide = {"gate_up": WIDEST}
     by_table = "skinny up to 8 tokens, wgmma up to 1024 tokens, dense for more (table of NVIDIA H200)"
     assert ops.selected_text(wide, 0) == [f"gate_up 37888 x 3584: {by_table}"]
     invariant = ops.selected_text(wide, 0, rank=32, batch_invariant=True)
     assert invariant == ["gate_up 37888 x 3584: wgmma (batch-invariant)"]
-    by_heuristic = ["o 4096 x 4096: portable up to 128 tokens, dense for more (heuristic)"]
-    assert ops.selected_text(square, 0, dtype=torch.float16) == by_heuristic
-    pretend("NVIDIA L40S", 142, (8, 9), 99)
-    by_bounds = "skinny up to 16 tokens, mma up to 1536 tokens, dense for more (heuristic; bounds of L40S)"
-    assert ops.selected_text(square, 0) == [f"o 4096 x 4096: {by_bounds}"]
 
 
 def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch, h200):
@@ -209,14 +202,8 @@ def test_launches_that_may_run_at_the_same_time_share_no_scratch_memory(monkeypa
     assert filled == [False] * 4
 
 
-@pytest.fixture
-def page(monkeypatch):
-    """HOW_IT_WORKS.md; the benchmarks can be imported."""
+def test_blackwell_s_conversion_is_taken_where_it_was_assembled(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return (ROOT / "HOW_IT_WORKS.md").read_text()
-
-
-def test_blackwell_s_conversion_is_taken_where_it_was_assembled(page, monkeypatch):
     import fp4_conversion
 
     record = json.loads(fp4_conversion.RESULT.read_text())

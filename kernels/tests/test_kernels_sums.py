@@ -31,9 +31,6 @@ def test_sums_of_words(lanes, device, small_pieces):
     tensors = [tensor.to(device) for tensor in tensors]
     expected = [int(tensor.view(-1).view(INTEGERS[lanes]).sum(dtype=torch.int64)) for tensor in tensors]
     assert sums_of(tensors, lanes).tolist() == expected
-    tensors[5].view(-1)[4999] += 1  # in the last piece
-    changed = sums_of(tensors, lanes).tolist()
-    assert [a != b for a, b in zip(changed, expected, strict=True)] == [number == 5 for number in range(len(tensors))]
 
 
 def test_tensors_that_cannot_be_read_in_words():
