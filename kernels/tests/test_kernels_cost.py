@@ -119,21 +119,3 @@ def test_shipped_choices_are_within_two_percent_of_the_fastest(shipped, monkeypa
         assert config["kernel"] == "dense" or select.can_run(config, row["N"], row["K"], row["M"], 132, SHARED_MEMORY)
         by.add(why)
     assert by == {"timed on NVIDIA H200", "table of NVIDIA H200", "cost model"}
-
-
-def test_timings_count_for_their_gpu_rows_and_kernels_only(shipped, monkeypatch):
-    entries = json.loads(cost.FACTORS.read_text())["timed"]
-    wide = next(e for e in entries if e["config"]["kernel"] == "wide")
-    for entry in (entries[0], wide):
-        place, shards = (entry["N"], entry["K"], entry["size"]), entry["rows"] // 32
-        assert shipped(*place, 32, shards) == (entry["config"], "timed on NVIDIA H200")
-        elsewhere = entry["N"] + 64, *place[1:]
-        for other in (
-            shipped(*place),
-            shipped(*place, 16, shards),
-            shipped(*elsewhere, 32, shards),
-            shipped(*place, 32, shards, sms=114),
-        ):
-            assert other[0] != entry["config"] or not other[1].startswith("timed")
-    monkeypatch.setattr(cost, "WIDE_ALLOWED", False)
-    assert shipped(*place, 32, shards)[0]["kernel"] != "wide"

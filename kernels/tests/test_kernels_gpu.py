@@ -35,10 +35,14 @@ def by_values(configs):
 SKINNY = [
     {"kernel": "skinny", "BM": BM, "WK": WK, "WN": WN, "R": R, "grid": grid}
     for BM in (8, 16)
-    for WK, WN, R in ((4, 1, 1), (4, 1, 4), (2, 2, 2), (2, 4, 1), (1, 1, 1), (8, 1, 1))
+    for WK, WN, R in ((4, 1, 1), (4, 1, 2), (2, 2, 2), (2, 4, 1), (1, 1, 1), (8, 1, 1))
     for grid in (7, 132, 700)
 ]
-SKINNY += [config | {"late": True} for config in SKINNY if config["R"] == 4 and config["grid"] < 700]
+SKINNY += [
+    {"kernel": "skinny", "BM": BM, "WK": 4, "WN": 1, "R": R, "late": late, "grid": 132}
+    for BM in (8, 16)
+    for R, late in ((2, True), (4, False), (4, True))
+]
 
 
 @pytest.mark.gluon
@@ -217,7 +221,7 @@ def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
     weight = (torch.randn(300, 1040) * 0.02).bfloat16()
     weight[3, :64] = 0
     weight[100:200] *= torch.exp2(torch.randint(-12, 4, (100, 1040)))
-    for gs in (torch.tensor([2.0**14]), torch.tensor([20000.0])):
+    for gs in (torch.tensor([2.0**14]), torch.tensor([20000.0]), torch.rand(300) * 20000 + 1):
         packed, scale = reference.quantize(weight, rule, gs)
         got = qerl_nvfp4.quantize(weight.cuda(), rule, gs.cuda())
         assert torch.equal(got[1].cpu(), scale)
@@ -225,34 +229,6 @@ def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             dense = qerl_nvfp4.dequantize(*got, gs.cuda(), dtype)
             assert torch.equal(dense.cpu(), reference.dequantize(packed, scale, gs, dtype))
-
-
-RANGES = (2.0**-126, 2.0**-101, 2.0**-100, 2.0**-50, 1.0, 8192.0, 9000.0, 3e-30, 2.0**50, 2.0**99, 2.0**100, 2.0**126)
-
-
-@pytest.mark.parametrize("divisor", [*RANGES, "rows"])
-def test_quantize_to_rtn_equals_the_cpu_for_any_bits_ties_and_neighbours_of_ties(divisor):
-    N, K = 192, 1024
-    g = torch.Generator().manual_seed(seed())
-    if divisor == "rows":
-        gs = torch.exp2(torch.randint(-20, 20, (N,), generator=g).float())
-        gs[::2] *= 1 + torch.rand(N // 2, generator=g)
-    else:
-        gs = torch.tensor([divisor])
-    bits = torch.randint(-32768, 32768, (N, K), generator=g).to(torch.int16).view(torch.bfloat16)
-    normal = torch.randn(N, K, generator=g) * torch.exp2(8 * torch.rand(N, K, generator=g) - 4) * 200 / gs.view(-1, 1)
-    grid = torch.tensor([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.5, 1, 1.5, 2, 3, 4, 6])
-    scale = torch.randint(8, 127, (N, K // 16, 1), generator=g).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    ties = grid[torch.randint(0, 15, (N, K // 16, 16), generator=g)] * scale / gs.view(-1, 1, 1)
-    ties[..., 0] = 6 * scale[..., 0] / gs.view(-1, 1)
-    ties = ties.view(N, K).bfloat16() * (2 * torch.randint(0, 2, (N, K), generator=g) - 1)
-    near = (ties.view(torch.int16) + torch.randint(-1, 2, (N, K), generator=g).to(torch.int16)).view(torch.bfloat16)
-    for weight in (bits, normal.bfloat16(), ties, near):
-        weight = torch.where(weight.isfinite(), weight, 0)
-        packed, scales = reference.quantize(weight, "rtn", gs)
-        got = qerl_nvfp4.quantize(weight.cuda(), "rtn", gs.cuda())
-        assert torch.equal(got[1].cpu(), scales)
-        assert torch.equal(got[0].cpu(), packed)
 
 
 @pytest.mark.parametrize("M", [4, 48])

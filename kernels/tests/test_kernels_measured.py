@@ -1,7 +1,6 @@
 """Measurements on the user's own GPU: made with a fake clock, kept, read again, refused where damaged or foreign."""
 
 import json
-import math
 import time
 import warnings
 from types import SimpleNamespace

@@ -91,17 +91,3 @@ def test_the_selected_kernel_can_run_and_is_the_cheapest(card, N, K):
     assert select.explain(N, K, 8, 0, True)[1] == "heuristic"
     assert select.explain(N, K, 32, 0, False)[0]["kernel"] == "portable", "float16"
     assert select.explain(N, K - 16, 32, 0, True)[0]["kernel"] == "portable", "K that 128 does not divide"
-
-
-@pytest.mark.parametrize(
-    "name,capability,sms,taken_for",
-    [
-        ("GeForce RTX 4080", (8, 9), 76, "GeForce RTX 4090"),
-        ("L4", (8, 9), 58, "L40S"),
-        ("B200", (10, 0), 148, None),
-        ("H200", (9, 0), 132, None),
-    ],
-)
-def test_another_card_of_the_same_kind_is_taken_for_a_known_one(name, capability, sms, taken_for):
-    found = bounds.card_of(f"NVIDIA {name}", capability, sms)
-    assert (found and (found.name, found.sms)) == (taken_for and (taken_for, sms))

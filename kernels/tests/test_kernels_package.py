@@ -222,17 +222,3 @@ def test_the_planted_defects_are_those_of_the_page_and_fit_the_sources():
         assert (PACKAGE / row["file"]).read_text().count(row["old"]) == 1, f"{row['defect']}: run tests/planted.py"
     assert sum(row["by"] is None for row in rows) <= 3
     assert planted.written(planted.PAGE.read_text(), rows) == planted.PAGE.read_text()
-
-
-def test_the_edges_and_ranks_that_linear_names_are_fused(h200):
-    """Its docstring: edges at multiples of 64 (of 128 with `portable`), ranks of 8 (of 4 up to 16 tokens)."""
-    known = [select.with_adapter(config) for config in select.load_table("NVIDIA H200", 132).values()]
-    known += [select.choose(N, 4096, M, 0, True) for N in (1024, 4608, 40960) for M in (3, 16, 17, 64, 300)]
-    known += [select.choose(N, 4096, M, 0, False) for N in (1024, 40960) for M in (3, 64)]
-    x, shards = torch.empty(3, 256).bfloat16(), (128, 128, 128)
-    for config in (config for config in known if config["kernel"] != "dense"):
-        assert (128 if config["kernel"] == "portable" else 64) % launch.tile_rows(config) == 0
-        for rank in (4, 8, 200, 256):
-            a, b = torch.empty(3 * rank, 256).bfloat16(), torch.empty(384, rank).bfloat16()
-            fused = launch.fused_adapter(config, x, a, b, shards) is not None
-            assert fused == (rank % 8 == 0 or config["kernel"] not in ("wgmma", "wide"))
