@@ -1,11 +1,6 @@
 """Every kernel that is selected compiles, for six GPUs and all Tritons of benchmarks/results/compile.json.
 
-A Triton that is not in that file is compiled with: the installed one, and those that QERL_TRITONS names.
-
-QERL_TRITONS=DIR:DIR pytest kernels/tests/test_kernels_compile.py      one folder per version, made by
-    pip install --no-deps --target DIR triton==3.9.0
-
-With QERL_EXHAUSTIVE=1 the installed one too is compiled with, for more matrices and all ranks.
+QERL_TRITONS=DIR:DIR, from `pip install --no-deps --target DIR triton==3.9.0`, adds Tritons; QERL_EXHAUSTIVE=1 all ranks.
 """
 
 import functools

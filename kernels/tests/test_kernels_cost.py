@@ -23,7 +23,6 @@ def h200(monkeypatch, pretend):
     found["wide BM=160 P=2 S=3 X=7 tasks=0"] = {"launch": 1.0}
     monkeypatch.setattr(cost, "factors", lambda: found)
     monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
-    return found
 
 
 def matrices() -> list[tuple[int, int]]:
@@ -42,19 +41,6 @@ def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of
                 assert config.get("BM", 16) % 16 == 0
                 terms = cost.terms(config, N, K, M, SMS, 32)
                 assert terms["launch"] == 1 and all(value >= 0 for value in terms.values())
-
-
-@pytest.mark.parametrize("N,K", [(1152, 896), (2304, 1152), (576, 960), (576, 288)])
-def test_k_that_is_no_multiple_of_a_unit_costs_as_much_as_the_next_one(N, K):
-    whole = 256 * cost.units_along(K)
-    assert K < whole < K + 256
-    for M in (24, 64, 200, 512):
-        found = cost.candidates(N, K, M, SMS)
-        assert found == cost.candidates(N, whole, M, SMS) and found[0]["kernel"] == "wgmma"
-        for config in (config for config in found if config["kernel"] != "dense"):
-            assert select.can_run(config, N, K, M, SMS, SHARED_MEMORY)
-            units = [cost.terms(config, N, columns, M, SMS, 32)["units"] for columns in (K, whole)]
-            assert units[0] == units[1] > 0
 
 
 def test_the_cheapest_measured_candidate_is_chosen(monkeypatch):

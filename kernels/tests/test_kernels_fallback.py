@@ -121,6 +121,15 @@ def test_errors_that_are_not_the_compilers_are_raised(monkeypatch, error):
     assert not fallback.refused
 
 
+def test_any_error_raised_in_the_compiler_counts_as_its_own():
+    namespace = {"__name__": "triton.compiler.compiler"}
+    exec("def compile(): raise RuntimeError('PassManager::run failed')", namespace)  # as MLIR raises it
+    with pytest.raises(RuntimeError) as found:
+        namespace["compile"]()
+    assert fallback.of_the_compiler(found.value)
+    assert not fallback.of_the_compiler(RuntimeError("PassManager::run failed"))
+
+
 def test_refused_kernels_are_listed(monkeypatch):
     monkeypatch.setattr(select.cost, "factors", dict)
     select.explain.cache_clear()

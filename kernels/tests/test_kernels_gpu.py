@@ -78,10 +78,8 @@ def test_wgmma(config):
     run(config, BM, 256, 512, rank=12)  # rows of B that the copy engine cannot read
     run(few, 3 * BM + 1, 1280, 512)  # whole tiles for every program, and split ones
     # K no multiple of 256, nor of 128: the copy engine fills the columns beyond it
-    run(config, BM, 1152, 896, per_row=True)
     run(config, BM + 17, 1152, 896, rank=32, splits=(896, 128, 128))
     run(before, 2 * BM + 1, 1024, 1152, rank=32, splits=(512, 512))
-    run(config, BM - 3, 960, 576, rank=72, pdl=False)
     run(config, BM, 400, 288, rank=16)
     run(few, 3 * BM + 1, 1280, 480)
 

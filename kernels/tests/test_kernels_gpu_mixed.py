@@ -129,9 +129,7 @@ def test_random_shapes(family):
 
 
 class Layer:
-    """qkv, something in the place of attention, o, gate_up, down, with the norms: the launches of a model's layer in
-    their order.
-    """
+    """qkv, something for attention, o, gate_up, down, norms: the launches of a model's layer in their order."""
 
     def __init__(self, hidden: int, inner: int, key: int) -> None:
         self.qkv = Matrix(hidden + 2 * key, hidden, (hidden, key, key), bias=True)
@@ -167,9 +165,7 @@ def capture(call, x: torch.Tensor, pool=None) -> tuple[torch.cuda.CUDAGraph, tor
 @pytest.mark.gluon
 @pytest.mark.parametrize("layer", [SEVEN, SMALL, HALF], ids=["table", "heuristic", "0.5B"])
 def test_graphs_of_every_size_between_eager_calls_in_random_order(layer):
-    """A ragged batch drains through all sizes, with prompts of other sizes in between: always the bits of the first
-    time.
-    """
+    """A ragged batch drains through all sizes, with prompts in between: always the bits of the first time."""
     layer = layer()
     seed = torch.seed() % 2**31
     rng = random.Random(seed)
