@@ -1,6 +1,6 @@
 """Every kernel that is selected compiles, for six GPUs and all Tritons of benchmarks/results/compile.json.
 
-QERL_TRITONS=DIR:DIR, from `pip install --no-deps --target DIR triton==3.9.0`, adds Tritons; QERL_EXHAUSTIVE=1 all ranks.
+QERL_TRITONS=DIR:DIR, from `pip install --no-deps --target DIR triton==3.9.0`, adds Tritons; QERL_EXHAUSTIVE=1 ranks.
 """
 
 import functools

@@ -151,10 +151,7 @@ NEVER = {
     "a tile that is not compiled for": (64, CONFIG | {"BM": 48}),
     "an unknown kernel": (64, CONFIG | {"kernel": "other"}),
     "K too short": (64, SKINNY | {"BM": 8, "WK": 8}),
-    "shared memory": (
-        64,
-        {"kernel": "portable", "BM": 64, "BN": 128, "BK": 128, "SK": 1, "NW": 4, "NS": 9, "MMA": 2},
-    ),
+    "shared memory": (64, {"kernel": "portable", "BM": 64, "BN": 128, "BK": 128, "SK": 1, "NW": 4, "NS": 9, "MMA": 2}),
     "no registers for x A^T": (64, {"kernel": "wide", "BM": 272, "P": 2, "S": 2, "X": 4, "grid": 2, "tasks": True}),
     "a stage too many (mma)": (64, {"kernel": "mma", "BM": 64, "R": 2, "NS": 15, "SK": 2}),
     # a program of `skinny` computes BM tokens, and would leave the others as they were

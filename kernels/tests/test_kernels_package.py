@@ -76,11 +76,7 @@ def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
 
 @pytest.mark.parametrize(
     "name,sms,capability,kernel",
-    [
-        ("NVIDIA H100 80GB HBM3", 132, (9, 0), "as the H200"),
-        ("NVIDIA H100 PCIe", 114, (9, 0), "wgmma"),
-        ("a Blackwell", 132, (10, 0), "portable"),
-    ],
+    [("NVIDIA H100 80GB HBM3", 132, (9, 0), "as the H200"), ("NVIDIA H100 PCIe", 114, (9, 0), "wgmma")],
 )
 def test_a_hopper_with_as_many_multiprocessors_uses_the_h200s_table(pretend, name, sms, capability, kernel):
     pretend(name, sms, capability)
