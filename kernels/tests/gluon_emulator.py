@@ -1,13 +1,6 @@
 """Our Gluon kernels on a CPU, executed from their source: their results, and who waits for whom.
 
-A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is
-drawn by lot. Bulk copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows,
-and so do copies to global memory: a stage that is filled or given back too early gives wrong numbers, one that is never
-given back a deadlock. Shared memory begins as NaN. What a launch may only read after `gdc_wait` (x and all scratch
-memory) is destroyed until the kernel before it "ends".
-
-Not emulated: layouts (the compiler refuses wrong ones, test_kernels_sm90.py) and races between the warps of one
-partition.
+A partition is a thread; who goes on is drawn by lot, copies and `wgmma` come as late as they may: see HOW_IT_WORKS.md.
 """
 
 import ast
@@ -49,7 +42,6 @@ class Tensor:
 
     shape = property(lambda self: self.a.shape)
     type = property(lambda self: SimpleNamespace(layout=None))
-    T = property(lambda self: Tensor(self.a.T, self.kind))
 
     def _with(self, other, compute, kind: str | None = None):
         if self.to_kind:
@@ -306,9 +298,7 @@ class Machine:
         for start, data in self.memory.items():
             length = len(data)
             if start <= address.min() and address.max() + size <= start + length:
-                assert not ((address - start) % size).any(), (
-                    "an address that is not a multiple of the size that is read"
-                )
+                assert not ((address - start) % size).any(), "an address is no multiple of the size"
                 return data[: length // size * size].view(f"u{size}"), (address - start) // size
         raise IndexError("an address outside of every tensor of the launch")
 
@@ -494,9 +484,8 @@ def async_store(desc, at, source):
 
     def copy() -> None:
         target = desc.base.as_strided(desc.shape, desc.strides).view(torch.int16).numpy().view(np.uint16)
-        rows = max(0, min(desc.shape[0] - first[0], source.data.shape[0]))
-        columns = max(0, min(desc.shape[1] - first[1], source.data.shape[1]))
-        target[first[0] : first[0] + rows, first[1] : first[1] + columns] = source.data[:rows, :columns]
+        part = target[first[0] :, first[1] :][: source.data.shape[0], : source.data.shape[1]]
+        part[...] = source.data[: part.shape[0], : part.shape[1]]
 
     machine.current.stores.append(copy)
 
@@ -605,7 +594,7 @@ gl = _Language(
     convert_layout=lambda x, layout=None, assert_trivial=False: x,
     div_rn=lambda a, b: Tensor(a.a / b.a, "f32"),
     dot=lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"),
-    trans=lambda x: x.T,
+    trans=lambda x: Tensor(x.a.T, x.kind),
     cdiv=lambda a, b: (a + b - 1) // b,
     debug_barrier=lambda: machine.pause(),
     broadcast_to=lambda x, shape: Tensor(np.broadcast_to(x.a, shape), x.kind),

@@ -1,8 +1,6 @@
-"""Inline assembly on a CPU: the PTX instructions that our kernels use, for many threads at once, each with its own
-branches.
+"""Inline assembly on a CPU: the PTX instructions of our kernels, for many threads at once, each with its own branches.
 
-Registers hold bits, in uint64 arrays of one element per thread. Memory is reached through `memory`, which
-gluon_emulator.py provides.
+Registers hold bits, in uint64 arrays of one element per thread; `memory` is gluon_emulator.py's.
 """
 
 import functools
@@ -47,11 +45,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def signed(bits: Bits, width: int = 32) -> np.ndarray:
-    return (
-        bits.astype({16: np.uint16, 32: np.uint32, 64: np.uint64}[width])
-        .view({16: np.int16, 32: np.int32, 64: np.int64}[width])
-        .astype(np.int64)
-    )
+    return bits.astype(f"u{width // 8}").view(f"i{width // 8}").astype(np.int64)
 
 
 def halves(compute: Callable, *operands: Bits) -> Bits:
@@ -233,10 +227,8 @@ def _memory(name: str, kinds: list[str], operands: list[str], value, put, memory
         if "inc" not in kinds:
             raise NotImplementedError(kinds)
         bound = value(operands[2])
-        put(
-            operands[0],
-            memory.update(address, lambda old: np.where(old >= bound, 0, old + np.uint64(1)).astype(np.uint64)),
-        )
+        old = memory.update(address, lambda old: np.where(old >= bound, 0, old + np.uint64(1)).astype(np.uint64))
+        put(operands[0], old)
         return
     if {"acquire", "volatile"} & set(kinds):
         memory.pause()

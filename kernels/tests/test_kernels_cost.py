@@ -1,15 +1,13 @@
 """Candidates and their costs: each can run, and the cheapest known one is chosen."""
 
 import json
-import math
 import random
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
-from qerl_nvfp4 import cost, ops, precompile, refine, select
+from qerl_nvfp4 import cost, select
 
 SMS, SHARED_MEMORY = 132, 227 * 1024
 
@@ -25,19 +23,11 @@ def h200(monkeypatch, pretend):
     found["wide BM=160 P=2 S=3 X=7 tasks=0"] = {"launch": 1.0}
     monkeypatch.setattr(cost, "factors", lambda: found)
     monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
-    return found
 
 
 def matrices() -> list[tuple[int, int]]:
     draw = random.Random(0)
     return [(16 * draw.randint(1, 3000), draw.choice((32, 128, 256)) * draw.randint(8, 80)) for _ in range(40)]
-
-
-def test_a_wide_tile_fits_shared_memory():
-    for BM, P in cost.WIDE:
-        S, X = cost.wide_stages(BM, P)
-        assert S >= 2 and X >= 4, "one unit is multiplied while the next one comes"
-        assert cost.wide_shared_memory(BM, P, S, X) <= cost.SHARED_MEMORY < SHARED_MEMORY
 
 
 def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of_work():
@@ -51,26 +41,6 @@ def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of
                 assert config.get("BM", 16) % 16 == 0
                 terms = cost.terms(config, N, K, M, SMS, 32)
                 assert terms["launch"] == 1 and all(value >= 0 for value in terms.values())
-
-
-@pytest.mark.parametrize("K", [912, 224])
-def test_k_that_the_copy_engine_cannot_read_leaves_the_dense_path(K):
-    """Rows of words must be multiples of 16 bytes, and a unit at least."""
-    assert not cost.fits(1152, K)
-    assert [c["kernel"] for c in cost.candidates(1152, K, 48, SMS)] == ["dense"]
-
-
-@pytest.mark.parametrize("N,K", [(1152, 896), (2304, 1152), (576, 960), (576, 288)])
-def test_k_that_is_no_multiple_of_a_unit_costs_as_much_as_the_next_one(N, K):
-    whole = 256 * cost.units_along(K)
-    assert K < whole < K + 256
-    for M in (24, 64, 200, 512):
-        found = cost.candidates(N, K, M, SMS)
-        assert found == cost.candidates(N, whole, M, SMS) and found[0]["kernel"] == "wgmma"
-        for config in (config for config in found if config["kernel"] != "dense"):
-            assert select.can_run(config, N, K, M, SMS, SHARED_MEMORY)
-            units = [cost.terms(config, N, columns, M, SMS, 32)["units"] for columns in (K, whole)]
-            assert units[0] == units[1] > 0
 
 
 def test_the_cheapest_measured_candidate_is_chosen(monkeypatch):
@@ -108,28 +78,6 @@ def test_the_cost_model_answers_between_the_tables_sizes(h200, monkeypatch):
     assert explain(150)[1] == "heuristic", "without a fit"
 
 
-def test_the_rows_of_the_adapter_are_those_of_all_shards(h200, monkeypatch):
-    """q/k/v with rank 32 have 96 rows of A: where x A^T is dear, it is computed before the product."""
-    N, K, M, splits = 4608, 3584, 128, (3584, 512, 512)
-    h200.clear()
-    tasks, before = (next(c for c in cost.candidates(N, K, M, SMS) if c.get("tasks") is t) for t in (True, False))
-    h200[cost.variant(tasks)] = {"MFLOP of x A^T": 1.0}
-    h200[cost.variant(before)] = {"launch": M * K * 80e-6}
-    for adapter, expected in (((), True), ((32,), True), ((64,), True), ((32, len(splits)), False)):
-        assert select.choose(N, K, M, 0, True, *adapter)["tasks"] is expected
-    (row,) = refine.near(precompile.Weight(N, K, splits, 32), M, 0)[:1]
-    assert not row["tasks"], "the shipped choice comes first"
-    (listed,) = ops.selected(N, K, (M,), 0, rank=32, shards=3)
-    assert len(ops.selected_text({"qkv": (N, K, 3)}, 0, 32)) == 1
-    assert listed.config["tasks"] is False
-
-    seen: list[dict] = []
-    monkeypatch.setattr(ops, "product", lambda config, *arguments: seen.append(config))
-    monkeypatch.setattr(ops, "use_gluon", lambda index: True)
-    precompile._launch_all([precompile.Weight(N, K, splits, 32)], [M], [], torch.bfloat16, 0)
-    assert [config["tasks"] for config in seen] == [False], "compiled ahead"
-
-
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "every_size_h200.json"
 
 
@@ -157,37 +105,3 @@ def test_shipped_choices_are_within_two_percent_of_the_fastest(shipped, monkeypa
         assert config["kernel"] == "dense" or select.can_run(config, row["N"], row["K"], row["M"], 132, SHARED_MEMORY)
         by.add(why)
     assert by == {"timed on NVIDIA H200", "table of NVIDIA H200", "cost model"}
-
-
-def test_timings_count_for_their_gpu_rows_and_kernels_only(shipped, monkeypatch):
-    entries = json.loads(cost.FACTORS.read_text())["timed"]
-    wide = next(e for e in entries if e["config"]["kernel"] == "wide")
-    for entry in (entries[0], wide):
-        place, shards = (entry["N"], entry["K"], entry["size"]), entry["rows"] // 32
-        assert shipped(*place, 32, shards) == (entry["config"], "timed on NVIDIA H200")
-        elsewhere = entry["N"] + 64, *place[1:]
-        for other in (
-            shipped(*place),
-            shipped(*place, 16, shards),
-            shipped(*elsewhere, 32, shards),
-            shipped(*place, 32, shards, sms=114),
-        ):
-            assert other[0] != entry["config"] or not other[1].startswith("timed")
-    monkeypatch.setattr(cost, "WIDE_ALLOWED", False)
-    assert shipped(*place, 32, shards)[0]["kernel"] != "wide"
-
-
-def test_a_variant_has_no_price_beyond_its_measurements():
-    """x A^T in tasks is a candidate for many tokens and the widest tiles: never timed there, it is not chosen."""
-    seen, tiles, tokens = set(), set(), {True: set(), False: set()}
-    for N, K in ((896, 896), (3584, 3584), (37888, 3584)):
-        for M in (272, 400, 512, 1024):
-            for config in (config for config in cost.candidates(N, K, M, SMS) if config.get("tasks")):
-                assert select.can_run(config, N, K, M, SMS, SHARED_MEMORY)
-                timed = cost.factors().get(cost.variant(config), {}).get(cost.TOKENS, 0) >= M
-                assert math.isfinite(cost.predicted_us(config, N, K, M, SMS, 96)) == timed
-                seen.add((timed, M))
-                tiles.add(config["BM"])
-                tokens[N * K >= 2**25].add(M)
-    assert tokens == {True: {272, 400, 512}, False: {272, 400, 512, 1024}} and {208, 224, 256} <= tiles
-    assert seen == {(True, 272), (False, 272), (True, 400), (False, 400), (True, 512), (False, 512), (False, 1024)}

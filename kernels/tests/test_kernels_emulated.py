@@ -151,15 +151,6 @@ def test_skinny_by_the_conversion_of_codes(emulated, monkeypatch, rank, late):
 
 
 @pytest.mark.parametrize(
-    "version,capability,converts",
-    [("3.8.0", (10, 0), True), ("3.10.1", (12, 0), True), ("3.7.1", (10, 0), False), ("3.9.0", (9, 0), False)],
-)
-def test_fp4_is_converted_where_gpu_and_assembler_can(monkeypatch, version, capability, converts):
-    monkeypatch.setattr(launch.triton, "__version__", version)
-    assert launch.converts_fp4.__wrapped__(capability) is converts
-
-
-@pytest.mark.parametrize(
     "config,M,N,K,rank,splits",
     [
         (wgmma(16, 2, 3, True, 4), 13, 256, 1536, 0, None),
@@ -283,17 +274,6 @@ def test_wgmma_where_the_last_step_is_a_part_of_one(emulated, config, M, rank, K
 def test_mma(emulated, M, N, K, rank, splits, more):
     run(MMA | more, M, N, K, rank, splits, per_row=rank == 0, stride=M % 2)
     assert set(emulated["launches"]) == {"mma_kernel"}
-
-
-@pytest.mark.parametrize(
-    "config,M", [(SKINNY, 7), (wgmma(16, 2, 3, True, 4), 7), (WIDE, 53), (MMA, 7)], ids=lambda given: str(given)[:18]
-)
-def test_an_adapter_of_rank_0_is_none(emulated, config, M):
-    """The multiprocessors were once divided among its rows of A."""
-    problem = Problem(M, 192, 768, aligned=True)
-    plain = problem.by(config)
-    problem.adapter = torch.empty(0, 768).bfloat16(), torch.empty(192, 0).bfloat16(), (128, 64)
-    assert torch.equal(problem.by(config), plain) and not leftovers()
 
 
 @pytest.mark.parametrize(

@@ -55,27 +55,6 @@ def test_wgmma_falls_back_to_the_portable_kernel_and_says_so_once(monkeypatch):
     assert tried == ["wgmma", "portable", "portable"], "a refused kernel is not tried again"
 
 
-def test_a_kernel_refused_on_one_gpu_is_tried_on_another():
-    tried = []
-
-    def start(index: int) -> None:
-        tried.append(index)
-        if index == 0:
-            raise PTXASError("no such instruction on this one")
-
-    for _ in range(2):
-        done = []
-        for index in (0, 1):
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                done.append(fallback.attempt(lambda i=index: start(i), lambda: ("wgmma", 32), "Another", index))
-        assert done == [False, True] and not said
-    assert tried == [0, 1, 1], "refused once, on one"
-    assert list(fallback.refused_on(0)) == [("wgmma", 32)] and not fallback.refused_on(1)
-    with pytest.warns(RuntimeWarning, match=r"does not compile with Triton .* on GPU 1 "):
-        assert not fallback.attempt(lambda: start(0), lambda: ("wgmma", 32), "Another", 1)
-
-
 @pytest.mark.parametrize("M,more", [(20, {}), (130, {"BM": 128, "permute": False, "S": 2})], ids=["few", "many"])
 def test_the_dense_path_if_neither_kernel_compiles(monkeypatch, M, more):
     """Above 128 tokens the portable kernel is not tried."""
@@ -100,17 +79,6 @@ def test_scales_that_the_copy_engine_cannot_read_take_the_portable_kernel(monkey
     assert tried == expected and not fallback.refused
 
 
-def test_the_dense_path_if_the_portable_kernel_cannot_read_the_words(monkeypatch):
-    """Words that begin at an odd byte, as a slice along K has them."""
-    tried = failing(monkeypatch, {})
-    packed, scale, gs = random_weight(96, 544)
-    x, out = torch.randn(20, 512).bfloat16(), torch.empty(20, 96, dtype=torch.bfloat16)
-    wider = torch.empty(96, 257, dtype=torch.uint8)[:, 1:].copy_(packed[:, 16:])
-    ops.product(WGMMA, x, wider, scale[:, 2:], gs, None, None, None, None, out)
-    assert tried == []
-    assert relative_error(out, reference.linear(x.double(), packed[:, 16:], scale[:, 2:], gs)) < 5e-3
-
-
 @pytest.mark.parametrize("N,K", [(96, 896), (96, 288), (112, 1152)])
 def test_aligned_scales_are_the_same_scales(N, K):
     packed, scale, gs = random_weight(N, K)
@@ -121,17 +89,7 @@ def test_aligned_scales_are_the_same_scales(N, K):
     x = torch.zeros(20, K, dtype=torch.bfloat16)
     for rows in (slice(16, 80), slice(0, N)):
         assert ops.usable(WGMMA, x, packed[rows], aligned[rows]) and not ops.usable(WGMMA, x, packed, scale)
-    as_floats = ops.align_scale_rows(scale.view(torch.float8_e4m3fn))
-    assert as_floats.dtype == torch.float8_e4m3fn and torch.equal(as_floats.view(torch.uint8), scale)
     assert torch.equal(reference.dequantize(packed, aligned, gs), reference.dequantize(packed, scale, gs))
-    meta = ops.align_scale_rows(scale.to("meta"))
-    assert meta.is_meta and (meta.shape, meta.stride()) == (scale.shape, aligned.stride())
-
-
-@pytest.mark.parametrize("N,K", [(96, 512), (96, 912), (100, 896), (96, 128)])
-def test_scales_that_are_aligned_or_for_other_kernels_are_not_copied(N, K):
-    scale = random_weight(N, K)[1]
-    assert ops.align_scale_rows(scale) is scale
 
 
 def test_without_any_kernel_there_is_plain_pytorch(monkeypatch):
@@ -170,13 +128,6 @@ def test_any_error_raised_in_the_compiler_counts_as_its_own():
         namespace["compile"]()
     assert fallback.of_the_compiler(found.value)
     assert not fallback.of_the_compiler(RuntimeError("PassManager::run failed"))
-
-
-def test_the_tuner_gets_the_error(monkeypatch):
-    """A configuration that does not compile must not be timed as another one."""
-    failing(monkeypatch, {"wgmma": PTXASError("no")})
-    with pytest.raises(PTXASError):
-        Problem(20, 96, 512).by(WGMMA, multiply=ops.product)
 
 
 def test_refused_kernels_are_listed(monkeypatch):

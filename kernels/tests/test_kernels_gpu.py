@@ -1,13 +1,10 @@
-"""The kernels on a real GPU with fresh random data: every configuration family, poisoned outputs, graphs,
-torch.compile.
-"""
+"""The kernels on a real GPU with fresh random data: every family, poisoned outputs, graphs, torch.compile."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-import triton
 from nvfp4_cases import Problem, random_weight, relative_error
 
 import qerl_nvfp4
@@ -40,11 +37,11 @@ SKINNY = [
     for BM in (8, 16)
     for WK, WN, R in ((4, 1, 1), (4, 1, 2), (2, 2, 2), (2, 4, 1), (1, 1, 1), (8, 1, 1))
     for grid in (7, 132, 700)
-] + [
-    {"kernel": "skinny", "BM": BM, "WK": 4, "WN": 1, "R": R, "late": late, "grid": grid}
+]
+SKINNY += [
+    {"kernel": "skinny", "BM": BM, "WK": 4, "WN": 1, "R": R, "late": late, "grid": 132}
     for BM in (8, 16)
     for R, late in ((2, True), (4, False), (4, True))
-    for grid in (7, 132, 260)
 ]
 
 
@@ -81,19 +78,10 @@ def test_wgmma(config):
     run(config, BM, 256, 512, rank=12)  # rows of B that the copy engine cannot read
     run(few, 3 * BM + 1, 1280, 512)  # whole tiles for every program, and split ones
     # K no multiple of 256, nor of 128: the copy engine fills the columns beyond it
-    run(config, BM, 1152, 896, per_row=True)
     run(config, BM + 17, 1152, 896, rank=32, splits=(896, 128, 128))
     run(before, 2 * BM + 1, 1024, 1152, rank=32, splits=(512, 512))
-    run(config, BM - 3, 960, 576, rank=72, pdl=False)
     run(config, BM, 400, 288, rank=16)
     run(few, 3 * BM + 1, 1280, 480)
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("M", [17, 40, 64, 128])
-@pytest.mark.parametrize("K", [9216, 18944])
-def test_wgmma_with_an_adapter_and_a_long_k(M, K):
-    run(select.wgmma_heuristic(512, K, M, 132), M, 512, K, rank=32, splits=(320, 128, 64), launches=20)
 
 
 MMA = [
@@ -142,25 +130,6 @@ def test_wide(config):
 
 
 AS_PERMUTED = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 8}
-
-
-@pytest.mark.gluon
-@pytest.mark.parametrize("odd", ["x", "out"])
-@pytest.mark.parametrize(
-    "config", [pytest.param(AS_PERMUTED, marks=pytest.mark.hopper), MMA[0]], ids=lambda config: config["kernel"]
-)
-def test_x_and_y_at_any_address(config, odd):
-    """Neither can be copied 16 bytes at a time."""
-    M, N, K = 40, 512, 1024
-    problem = problem_of(M, N, K)
-    x, out = (torch.full((M, size + 3), 7.0, device="cuda", dtype=torch.bfloat16) for size in (K, N))
-    if odd == "x":
-        x[:, 3:] = problem.x
-        problem.x = x[:, 3:]
-    y = out[:, 3:] if odd == "out" else torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
-    ops.launch(config, problem.x, *problem.weight, problem.bias, *problem.adapter, y)
-    assert relative_error(y, problem.exact()) < 4e-3
-    assert (out[:, :3] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -245,31 +214,12 @@ def test_tensors_that_are_not_contiguous(M):
     assert relative_error(qerl_nvfp4.linear_backward(dy, *problem.weight), exact) < 4e-3
 
 
-def test_rms_norm_of_tensors_that_are_not_contiguous():
-    w = (1 + torch.randn(2 * 640, device="cuda") * 1e-3)[::2]
-    xs = not_contiguous(33, 640)
-    for x in xs:
-        for r in xs:
-            y, h = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
-            expected = reference.rms_norm(x, w, 1e-6, r)
-            assert torch.equal(h, expected[1]) and relative_error(y, expected[0]) < 1e-3
-        assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
-
-
-def test_row_slices_and_float8_scales_are_weights():
-    packed, scale, gs = random_weight(2048, 1024, seed(), "cuda")
-    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
-    whole = qerl_nvfp4.linear(x, packed, scale.view(torch.float8_e4m3fn), gs)
-    part = qerl_nvfp4.linear(x, packed[512:1024], scale[512:1024], gs)
-    assert relative_error(part, whole[:, 512:1024]) < 3e-3
-
-
 @pytest.mark.parametrize("rule", reference.SCALE_RULES)
 def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
     weight = (torch.randn(300, 1040) * 0.02).bfloat16()
     weight[3, :64] = 0
     weight[100:200] *= torch.exp2(torch.randint(-12, 4, (100, 1040)))
-    for gs in (torch.tensor([2.0**14]), torch.tensor([20000.0])):
+    for gs in (torch.tensor([2.0**14]), torch.tensor([20000.0]), torch.rand(300) * 20000 + 1):
         packed, scale = reference.quantize(weight, rule, gs)
         got = qerl_nvfp4.quantize(weight.cuda(), rule, gs.cuda())
         assert torch.equal(got[1].cpu(), scale)
@@ -277,41 +227,6 @@ def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             dense = qerl_nvfp4.dequantize(*got, gs.cuda(), dtype)
             assert torch.equal(dense.cpu(), reference.dequantize(packed, scale, gs, dtype))
-
-
-RANGES = (2.0**-126, 2.0**-101, 2.0**-100, 2.0**-50, 1.0, 8192.0, 9000.0, 3e-30, 2.0**50, 2.0**99, 2.0**100, 2.0**126)
-
-
-@pytest.mark.parametrize("divisor", [*RANGES, "rows"])
-def test_quantize_to_rtn_equals_the_cpu_for_any_bits_ties_and_neighbours_of_ties(divisor):
-    N, K = 192, 1024
-    g = torch.Generator().manual_seed(seed())
-    if divisor == "rows":
-        gs = torch.exp2(torch.randint(-20, 20, (N,), generator=g).float())
-        gs[::2] *= 1 + torch.rand(N // 2, generator=g)
-    else:
-        gs = torch.tensor([divisor])
-    bits = torch.randint(-32768, 32768, (N, K), generator=g).to(torch.int16).view(torch.bfloat16)
-    normal = torch.randn(N, K, generator=g) * torch.exp2(8 * torch.rand(N, K, generator=g) - 4) * 200 / gs.view(-1, 1)
-    grid = torch.tensor([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.5, 1, 1.5, 2, 3, 4, 6])
-    scale = torch.randint(8, 127, (N, K // 16, 1), generator=g).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    ties = grid[torch.randint(0, 15, (N, K // 16, 16), generator=g)] * scale / gs.view(-1, 1, 1)
-    ties[..., 0] = 6 * scale[..., 0] / gs.view(-1, 1)
-    ties = ties.view(N, K).bfloat16() * (2 * torch.randint(0, 2, (N, K), generator=g) - 1)
-    near = (ties.view(torch.int16) + torch.randint(-1, 2, (N, K), generator=g).to(torch.int16)).view(torch.bfloat16)
-    for weight in (bits, normal.bfloat16(), ties, near):
-        weight = torch.where(weight.isfinite(), weight, 0)
-        packed, scales = reference.quantize(weight, "rtn", gs)
-        got = qerl_nvfp4.quantize(weight.cuda(), "rtn", gs.cuda())
-        assert torch.equal(got[1].cpu(), scales)
-        assert torch.equal(got[0].cpu(), packed)
-
-
-def test_dequantize_of_more_rows_than_a_launch_can_take():
-    N = 524_280 + 17
-    packed, scale = timing.random_weight(N, 16, seed())
-    for gs in (torch.full((1,), 64.0, device="cuda"), torch.rand(N, device="cuda") + 1):
-        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, gs), reference.dequantize(packed, scale, gs))
 
 
 @pytest.mark.parametrize("M", [4, 48])
@@ -374,24 +289,3 @@ def test_torch_compile():
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) * 2, fullgraph=True)
     assert relative_error(compiled(x), qerl_nvfp4.linear(x, packed, scale, gs) * 2) < 1e-3
-
-
-def test_a_launch_compiles_nothing_that_was_compiled_ahead(monkeypatch):
-    from qerl_nvfp4.precompile import Weight, precompile
-
-    N, K, rank, splits = 768, 1024, 24, (256, 256, 256)  # of no other test
-    tokens = [1, 3, 16, 24, 64, 100, 200, 512, 700, 2048]
-    ahead = [Weight(N, K, splits, rank, bias=True)]
-    result, again = (precompile(ahead, tokens, norms=[K + 8], tell=lambda line: None) for _ in range(2))
-    assert result.kernels > 0 and not result.failed
-    assert again.kernels == 0 and again.seconds < 1
-    compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["repr"]))
-    problem = problem_of(max(tokens), N, K, rank, splits)
-    for M in tokens:
-        problem.linear(slice(0, M))
-    x = torch.randn(5, K + 8, device="cuda").bfloat16()
-    for residual in (None, x):
-        qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6, residual)
-    torch.cuda.synchronize()
-    assert not compiled

@@ -5,7 +5,6 @@ import torch
 from nvfp4_cases import Problem, random_weight, relative_error
 
 from qerl_nvfp4 import ops, portable, reference
-from qerl_nvfp4.launch import permute_columns
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not portable.INTERPRET, reason="runs where there is no GPU, with TRITON_INTERPRET=1")
@@ -56,15 +55,6 @@ def test_quantize_is_bit_equal(rule, dtype, gs):
     assert all(map(torch.equal, ops._quantize(weight, rule, torch.tensor([gs])), expected))
 
 
-@pytest.mark.parametrize("gs", [(64.0,), range(32, 45)], ids=["scalar", "per_row"])
-def test_quantize_in_several_launches(monkeypatch, gs):
-    """As many rows as one launch cannot take."""
-    monkeypatch.setattr(ops, "_MAX_GRID_Y", 2)
-    weight, gs = torch.randn(13, 32), torch.tensor([float(v) for v in gs])
-    expected = reference.quantize(weight, "four_over_six", gs)
-    assert all(map(torch.equal, ops._quantize(weight, "four_over_six", gs), expected))
-
-
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("K,transposed", [(17, False), (600, False), (64, True)])
 def test_rms_norm(K, transposed, residual):
@@ -106,18 +96,6 @@ def test_fused_lora(rank, splits):
     assert relative_error(out, problem.exact()) < 5e-3
     base = reference.linear(problem.x.double(), *problem.weight)
     assert relative_error(out, base) > 2e-2  # the adapter is large enough to be missed
-
-
-@pytest.mark.parametrize("K", [128, 384])
-def test_permuted_x_has_the_order_of_the_decoded_weights(K):
-    x = torch.arange(5 * K, dtype=torch.float32).view(5, K).to(torch.bfloat16)
-    out = poisoned(5, K)
-    permute_columns(x, out, False)
-    k = torch.arange(K)
-    c, t, j, pp, i1, i0 = k // 128, k % 128 // 32, k % 32 // 8, k % 8 // 4, k % 4 // 2, k % 2
-    expected = torch.empty_like(x)
-    expected[:, 128 * c + 32 * j + 16 * i1 + 8 * i0 + 2 * t + pp] = x
-    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

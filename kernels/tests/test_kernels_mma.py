@@ -13,7 +13,7 @@ import test_kernels_sm90 as sm90
 import triton
 from nvfp4_cases import COMPILING, in_a_fresh_process
 
-from qerl_nvfp4 import bounds, cost, ops, select
+from qerl_nvfp4 import bounds, cost, select
 
 INTEGER = ("LOP3", "SHF", "PRMT", "ISETP", "SEL", "IADD3", "LEA", "PLOP3", "MOV", "IMNMX", "VIMNMX", "VIADD")
 MULTIPLY = ("IMAD", "HFMA2", "HMUL2", "HADD2")
@@ -60,40 +60,12 @@ def test_costs_of_a_tile(BM, R, capability, tmp_path):
     assert len(sm90.starting(wide, "LDG.")) == 2 * R, "the next words are on their way while these are decoded"
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("capability", [90, 100])
-def test_it_compiles_where_it_is_not_selected(capability):
-    compiled(64, 2, capability, rank=256)
-
-
 @pytest.mark.skipif(bool(COMPILING), reason="the outer test")
 def test_in_a_fresh_process():
     in_a_fresh_process(__file__)
 
 
 # --- selection ------------------------------------------------------------------------------------
-
-
-def test_no_bank_of_shared_memory_is_asked_twice():
-    """Eight lanes of 16 bytes at a time: readers of one j, copiers of one row."""
-    from qerl_nvfp4 import ampere
-
-    bases = getattr(ampere.x_shared, "fn", ampere.x_shared)(32).offset_bases
-    place = {}
-    for offset in range(0, 32 * 128, 8):  # elements; eight of them lie together
-        m = k = 0
-        for bit, (dm, dk) in enumerate(bases):
-            if offset >> bit & 1:
-                m, k = m ^ dm, k ^ dk
-        assert k % 8 == 0
-        place[m, k] = offset * 2 // 16 % 8
-    assert len(place) == 32 * 16, "every 16 bytes of x have a place of their own"
-    for m in range(0, 32, 2):
-        for j in range(4):
-            assert len({place[m + dm, 32 * t + 8 * j] for dm in (0, 1) for t in range(4)}) == 8
-    for m in range(32):
-        for first in (0, 64):
-            assert len({place[m, first + 8 * c] for c in range(8)}) == 8
 
 
 @pytest.fixture(params=bounds.CARDS, ids=lambda card: card.name)
@@ -119,27 +91,3 @@ def test_the_selected_kernel_can_run_and_is_the_cheapest(card, N, K):
     assert select.explain(N, K, 8, 0, True)[1] == "heuristic"
     assert select.explain(N, K, 32, 0, False)[0]["kernel"] == "portable", "float16"
     assert select.explain(N, K - 16, 32, 0, True)[0]["kernel"] == "portable", "K that 128 does not divide"
-
-
-@pytest.mark.parametrize(
-    "name,capability,sms,taken_for",
-    [
-        ("GeForce RTX 4080", (8, 9), 76, "GeForce RTX 4090"),
-        ("L4", (8, 9), 58, "L40S"),
-        ("B200", (10, 0), 148, None),
-        ("H200", (9, 0), 132, None),
-    ],
-)
-def test_another_card_of_the_same_kind_is_taken_for_a_known_one(name, capability, sms, taken_for):
-    found = bounds.card_of(f"NVIDIA {name}", capability, sms)
-    assert (found and (found.name, found.sms)) == (taken_for and (taken_for, sms))
-
-
-def test_a_configuration_from_a_file_that_cannot_run_is_refused():
-    good = {"kernel": "mma", "BM": 64, "R": 2, "NS": 3, "SK": 2}
-    limit = 99 * 1024
-    assert select.can_run(good, 512, 512, 100, 108, limit)
-    for wrong in ({"BM": 48}, {"R": 4}, {"NS": 1}, {"NS": 7}, {"SK": 5}, {"SK": 0}, {"BM": 128, "R": 1}, {"SK": "2"}):
-        assert not select.can_run(good | wrong, 512, 512, 100, 108, limit), wrong
-    assert not select.can_run(good, 512, 528, 100, 108, limit)
-    assert ops._variant(good, 0, "x") == ops._variant(good | {"SK": 3}, 0, "x"), "SK is a number of programs"

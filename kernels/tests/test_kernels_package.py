@@ -15,7 +15,6 @@ from qerl_nvfp4.measured import source_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torch-ext" / "qerl_nvfp4"
-RESULTS = ROOT / "benchmarks" / "results"
 WIDEST = (37888, 3584)  # gate and up of 7B
 
 
@@ -75,20 +74,9 @@ def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
         assert select.choose(N, K, M, 0, bf16)["kernel"] == kernel, (N, K, M, bf16)
 
 
-def test_a_table_is_for_as_many_multiprocessors_as_it_was_tuned_with(pretend):
-    assert not select.load_table("NVIDIA H200", 66)
-    pretend("NVIDIA H200", 66, (9, 0))
-    assert select.choose(*WIDEST, 100, 0, True)["grid"] <= 66
-
-
 @pytest.mark.parametrize(
     "name,sms,capability,kernel",
-    [
-        ("NVIDIA H100 80GB HBM3", 132, (9, 0), "as the H200"),
-        ("NVIDIA GH200 480GB", 132, (9, 0), "as the H200"),
-        ("NVIDIA H100 PCIe", 114, (9, 0), "wgmma"),
-        ("a Blackwell", 132, (10, 0), "portable"),
-    ],
+    [("NVIDIA H100 80GB HBM3", 132, (9, 0), "as the H200"), ("NVIDIA H100 PCIe", 114, (9, 0), "wgmma")],
 )
 def test_a_hopper_with_as_many_multiprocessors_uses_the_h200s_table(pretend, name, sms, capability, kernel):
     pretend(name, sms, capability)
@@ -112,8 +100,8 @@ def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
         assert config["kernel"] == "portable" and 1 <= config["SK"] <= -(-K // config["BK"])
 
 
-@pytest.mark.parametrize("M", [1, 16, 17, 128, 300, 4096])
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("M", [1, 17, 300])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)], ids=str)
 def test_hoppers_own_kernel_goes_to_no_other_gpu(pretend, capability, M):
     pretend("some GPU", 100, capability, 99)
     assert ops.use_gluon(0)
@@ -124,7 +112,7 @@ def test_hoppers_own_kernel_goes_to_no_other_gpu(pretend, capability, M):
     assert select.with_adapter(config)["kernel"] == config["kernel"]
 
 
-@pytest.mark.parametrize("shared", [227, 163, 99, 64, 48])
+@pytest.mark.parametrize("shared", [163, 99, 48])
 @pytest.mark.parametrize("M,N", [(17, 65536), (64, 1024), (128, 65536)])
 def test_kernels_keep_to_the_cards_shared_memory(pretend, shared, M, N):
     pretend("some GPU", 100, (8, 6), shared)
@@ -137,22 +125,17 @@ def test_kernels_keep_to_the_cards_shared_memory(pretend, shared, M, N):
     assert config["NS"] >= (3 if shared >= 99 else 1), "fewer stages hide less latency"
 
 
-def test_the_selection_is_listed(pretend, h200):
+def test_the_selection_is_listed(h200):
     rows = ops.selected(*WIDEST, (1, 64, 4096), 0, rank=32)
     assert [(row.tokens, row.kernel) for row in rows] == [(1, "skinny"), (64, "wgmma"), (4096, "dense")]
     assert all(row.why == "table of NVIDIA H200" for row in rows)
     assert rows[0].config == select.with_adapter(select.choose(*WIDEST, 1, 0, True))
     assert {row.kernel for row in ops.selected(2560, 2048, device=0, dtype=torch.float32)} == {"reference"}
-    wide, square = {"gate_up": WIDEST}, {"o": (4096, 4096)}
+    wide = {"gate_up": WIDEST}
     by_table = "skinny up to 8 tokens, wgmma up to 1024 tokens, dense for more (table of NVIDIA H200)"
     assert ops.selected_text(wide, 0) == [f"gate_up 37888 x 3584: {by_table}"]
     invariant = ops.selected_text(wide, 0, rank=32, batch_invariant=True)
     assert invariant == ["gate_up 37888 x 3584: wgmma (batch-invariant)"]
-    by_heuristic = ["o 4096 x 4096: portable up to 128 tokens, dense for more (heuristic)"]
-    assert ops.selected_text(square, 0, dtype=torch.float16) == by_heuristic
-    pretend("NVIDIA L40S", 142, (8, 9), 99)
-    by_bounds = "skinny up to 16 tokens, mma up to 1536 tokens, dense for more (heuristic; bounds of L40S)"
-    assert ops.selected_text(square, 0) == [f"o 4096 x 4096: {by_bounds}"]
 
 
 def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch, h200):
@@ -215,38 +198,8 @@ def test_launches_that_may_run_at_the_same_time_share_no_scratch_memory(monkeypa
     assert filled == [False] * 4
 
 
-@pytest.fixture
-def page(monkeypatch):
-    """HOW_IT_WORKS.md; the benchmarks can be imported."""
+def test_blackwell_s_conversion_is_taken_where_it_was_assembled(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return (ROOT / "HOW_IT_WORKS.md").read_text()
-
-
-def test_the_cost_model_is_that_of_the_committed_measurement(page):
-    """Its factors, and how far its choices are from the fastest."""
-    import fit
-
-    result, shipped = json.loads((RESULTS / "every_size_h200.json").read_text()), json.loads(cost.FACTORS.read_text())
-    matrices, sms = result["matrices"], result["multiprocessors"]
-    model, quality = fit.fit(matrices, sms)
-    assert quality == shipped["quality"] and model.keys() == shipped["factors"].keys()
-    for name, factors in model.items():
-        assert factors == pytest.approx(shipped["factors"][name], rel=1e-3), name
-    table = select.load_table(result["device"], sms)
-    assert fit.faster_than_chosen(matrices, sms, shipped["factors"], table) == shipped["timed"]
-    row = matrices[0]
-    (before, *_), *_ = fit.losses([row], sms, model)
-    (halved, *_), *_ = fit.losses([row | {"best_us": row["best_us"] / 2}], sms, model)
-    assert halved == pytest.approx(2 * before + 1), "the fastest is that of all candidates"
-
-
-def test_the_page_shows_expectations_of_cards_that_were_not_measured(page):
-    import expected
-
-    assert expected.text("7B") in page
-
-
-def test_blackwell_s_conversion_is_taken_where_it_was_assembled(page, monkeypatch):
     import fp4_conversion
 
     record = json.loads(fp4_conversion.RESULT.read_text())
@@ -265,17 +218,3 @@ def test_the_planted_defects_are_those_of_the_page_and_fit_the_sources():
         assert (PACKAGE / row["file"]).read_text().count(row["old"]) == 1, f"{row['defect']}: run tests/planted.py"
     assert sum(row["by"] is None for row in rows) <= 3
     assert planted.written(planted.PAGE.read_text(), rows) == planted.PAGE.read_text()
-
-
-def test_the_edges_and_ranks_that_linear_names_are_fused(h200):
-    """Its docstring: edges at multiples of 64 (of 128 with `portable`), ranks of 8 (of 4 up to 16 tokens)."""
-    known = [select.with_adapter(config) for config in select.load_table("NVIDIA H200", 132).values()]
-    known += [select.choose(N, 4096, M, 0, True) for N in (1024, 4608, 40960) for M in (3, 16, 17, 64, 300)]
-    known += [select.choose(N, 4096, M, 0, False) for N in (1024, 40960) for M in (3, 64)]
-    x, shards = torch.empty(3, 256).bfloat16(), (128, 128, 128)
-    for config in (config for config in known if config["kernel"] != "dense"):
-        assert (128 if config["kernel"] == "portable" else 64) % launch.tile_rows(config) == 0
-        for rank in (4, 8, 200, 256):
-            a, b = torch.empty(3 * rank, 256).bfloat16(), torch.empty(384, rank).bfloat16()
-            fused = launch.fused_adapter(config, x, a, b, shards) is not None
-            assert fused == (rank % 8 == 0 or config["kernel"] not in ("wgmma", "wide"))

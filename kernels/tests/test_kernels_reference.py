@@ -104,10 +104,9 @@ def refused_by_all(match: str, packed, scale, gs) -> None:
 @pytest.mark.parametrize(
     "name,dtype",
     [
-        # two bytes of a bfloat16 were read as two scales of e4m3, and one of e5m2 as another number
-        *(("block_scale", dtype) for dtype in (torch.bfloat16, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8)),
-        # no kernel compiles for these, which once turned off the kernels of this GPU for float32 too
-        *(("global_scale", dtype) for dtype in (torch.bfloat16, torch.float64)),
+        ("block_scale", torch.bfloat16),  # its two bytes were read as two scales of e4m3
+        ("block_scale", torch.float8_e5m2),
+        ("global_scale", torch.float64),  # no kernel compiles: it once turned off this GPU's kernels for float32 too
     ],
     ids=str,
 )
@@ -132,15 +131,6 @@ def test_a_global_scale_of_another_shape_is_refused(shape):
         refuses(match, qerl_nvfp4.quantize, torch.randn(64, 64).bfloat16(), rule, wrong)
 
 
-def test_scales_of_equal_meaning_give_the_same():
-    packed, scale, gs = random_weight(64, 64)
-    weight, expected = torch.randn(64, 64).bfloat16(), qerl_nvfp4.dequantize(packed, scale, gs)
-    assert torch.equal(qerl_nvfp4.dequantize(packed, scale.view(torch.float8_e4m3fn), gs), expected)
-    for same in (gs.reshape(()), gs.reshape(1, 1), gs.expand(64)):
-        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, same), expected)
-        assert torch.equal(qerl_nvfp4.quantize(weight, "rtn", same)[0], qerl_nvfp4.quantize(weight, "rtn", gs)[0])
-
-
 @pytest.mark.parametrize("name", ["x", "block_scale", "global_scale", "bias", "lora_a", "lora_b", "dy"])
 def test_a_tensor_of_another_device_is_refused(name):
     """Its address would have been read on this one."""
@@ -155,17 +145,6 @@ def test_a_tensor_of_another_device_is_refused(name):
         refuses(match, ops_module.check_backward, dy, *weight_and_adapter[:3])
     else:
         refuses(match, ops_module.check, x, *weight_and_adapter, None)
-
-
-@pytest.mark.parametrize(
-    "rows,stride,copied",
-    [(3, 64, False), (3, 96, False), (3, 0, True), (3, 16, True), (4, 2**29, True), (4, 2**29 - 8, False)],
-)
-def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied):
-    """x A^T counts in 32 bits; the copy engine takes no rows that overlap."""
-    x = torch.empty_strided((rows, 64), (stride, 1), dtype=torch.bfloat16, device="meta")
-    given = ops_module._rows_of(x)
-    assert given.shape == x.shape and given.stride(0) == (64 if copied else stride)
 
 
 def test_an_adapter_of_rank_0_adds_nothing():

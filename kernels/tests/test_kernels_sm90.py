@@ -253,55 +253,6 @@ def test_x_in_its_natural_order():
     assert 112 < cost.NATURAL <= 128 and busy(112, natural) > 0.9 and busy(128, large) < 0.7
 
 
-@pytest.mark.compiled
-def test_failed_compilations_are_recognised():
-    """By fallback.py, of a real one."""
-    from qerl_nvfp4 import fallback, portable
-
-    constants = {"BM": 48, "BK": 512, "PDL": True}  # not a power of two
-    with pytest.raises(fallback.COMPILE_ERRORS) as found:
-        compile_sm90(portable.permute_kernel, constants, 4, None, 3, {"o_ptr": "*bf16"})
-    assert fallback.of_the_compiler(found.value)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("capability", [80, 120])
-def test_sums(capability):
-    import triton.language as tl
-
-    from qerl_nvfp4 import sums
-
-    pointers = dict.fromkeys(("table_ptr", "sums_ptr", "bad_ptr", "largest_ptr"), "*i64") | {"factors_ptr": "*fp32"}
-
-    def compiled(kernel, **constants):
-        return compile_sm90(kernel, constants | {"BLOCK": 1024}, 4, None, 3, pointers, None, capability)
-
-    for lanes in (1, 4):
-        for kernel in (sums.sums_kernel, sums.largest_kernel):
-            compiled(kernel, LANES=lanes)
-    for source, target, integer in ((tl.float32, tl.bfloat16, tl.int16), (tl.bfloat16, tl.float32, tl.int32)):
-        types = {"SOURCE": source, "TARGET": target, "INTEGER": integer, "EXPONENT": 0x7F80}
-        kernel = compiled(sums.rounded_sums_kernel, **types, INTERP=False)
-        assert not local(opcodes(disassemble(kernel.asm["cubin"])))
-    for source in (None, tl.bfloat16):
-        constants = {"SOURCE": source, "PLACE": 2**60 + 1, "FIRST": 2**61 + 1, "SECOND": 2**62 + 1}
-        compiled(sums.placed_sums_kernel, **constants, INTERP=False)
-
-
-@pytest.mark.compiled
-def test_quantize():
-    from qerl_nvfp4 import elementwise
-
-    pointers = {"x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*u8"}
-    kernel = compile_sm90(elementwise.quantize_rtn_kernel, {"PER_ROW": False, "BB": 128}, 4, None, 3, pointers)
-    everything = opcodes(disassemble(kernel.asm["cubin"]))
-    assert not starting(everything, "LDL", "STL", "STS", "LDS")
-    assert sum("128" in op for op in starting(everything, "LDG")) == 2, "a block is two 16-byte loads"
-    assert sum("64" in op for op in starting(everything, "STG")) == 1
-    # one minimum of three for two weights, and the largest of 16
-    assert len(starting(everything, "VHMNMX")) == 8 + 3
-
-
 @pytest.mark.skipif(bool(COMPILING), reason="the outer test")
 def test_in_a_fresh_process():
     in_a_fresh_process(__file__)
