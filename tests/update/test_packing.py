@@ -267,6 +267,7 @@ def stablelm():
 
 
 REFUSED = {
+    "lfm2": (lambda: dense_model("lfm2").float(), {}, "another kind"),
     "qwen3_5_text": (lambda: dense_model("qwen3_5_text").float(), {}, "state"),
     "stablelm": (stablelm, {}, "packed, its log-probabilities differ"),
     "dropout": (lambda: make_tiny_model("qwen2", attention_dropout=0.1), {}, r"attention_dropout=0\.1"),
