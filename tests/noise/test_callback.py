@@ -233,49 +233,6 @@ def test_rloo_alone(trainer_for):
     assert logged(trainer, "aqn/sigma") == [sigma_at(step) for step in range(STEPS)]
 
 
-def test_an_engine_gets_the_draw_and_the_model_stays_clean(trainer_for):
-    """In evaluation, also after training, the draw has sigma 0."""
-    seen = []
-
-    class WithEngine(Bracketing):
-        def _generate(self, prompts):
-            with self.aqn.generation() as draw:
-                assert draw == self.aqn.draw
-                seen.append((self.model.training, draw))
-                self.aqn.sigma_effective = 0.125
-                return GRPOTrainer._generate(self, prompts)
-
-    callback = AQNCallback(**NOISE)
-    callback.engine = True
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
-    trainer = trainer_for(callback, trainer_class=WithEngine, learning_rate=0.0, **evaluation)
-    recorder = Recorder(trainer)
-    trainer.train()
-    trainer.evaluate()
-    assert callback.draw is None
-    draws = [NoiseDraw(sigma_at(step), 1, step, 0) for step in range(STEPS)]
-    assert [draw for training, draw in seen if training] == draws
-    assert {draw.sigma for training, draw in seen if not training} == {0.0}
-    for entry in recorder.generated:
-        assert_from(reference(), entry)
-    assert logged(trainer, "aqn/sigma_effective") == [0.125] * STEPS
-
-
-def test_nested_and_failing_rollouts_leave_no_draw(trainer_for, monkeypatch):
-    callback = AQNCallback("constant", sigma_start=0.05)
-    callback.engine = True
-    trainer_for(callback)
-    with callback.generation() as draw, callback.generation():
-        assert draw.sigma == 0  # outside a step
-    callback.engine, failed = False, torch.OutOfMemoryError("noise")
-    monkeypatch.setattr(callback, "_training", lambda: True)
-    monkeypatch.setattr(callback, "_new_draw", lambda: NoiseDraw(0.05, 1, 0, 0))
-    monkeypatch.setattr(callback, "_attached", lambda: SimpleNamespace(enter=lambda: (_ for _ in ()).throw(failed)))
-    with pytest.raises(torch.OutOfMemoryError), callback.generation():
-        pass
-    assert callback.draw is None
-
-
 def test_rollout_that_bypasses_the_model_is_an_error(trainer_for):
     class Elsewhere(Bracketing):
         def _generate(self, prompts):
@@ -359,18 +316,6 @@ def test_a_log_line_averages_its_draws(trainer_for):
     assert logged(trainer, "aqn/sigma") == pytest.approx(means)
 
 
-def test_values_logged_by_the_trainer_are_kept(trainer_for):
-    class Logs(Bracketing):
-        def _generate(self, prompts):
-            self._metrics["train"]["aqn/sigma"].append(7.0)
-            return super()._generate(prompts)
-
-    trainer = trainer_for(AQNCallback(**NOISE), trainer_class=Logs)
-    trainer.train()
-    assert logged(trainer, "aqn/sigma") == [7.0] * STEPS
-    assert logged(trainer, "aqn/sigma_effective") == [None] * STEPS
-
-
 @pytest.mark.parametrize("first", [False, True], ids=["as-added", "log_first"])
 def test_reporting_integrations_see_the_values_after_log_first(trainer_for, first):
     """Trainer puts `report_to` integrations before the user's callbacks; `log_first` is the way around."""
@@ -436,21 +381,3 @@ def test_an_interrupted_run_can_be_started_again(trainer_for):
     trainer.train()
     assert trainer.state.global_step == STEPS
     assert our_hooks(trainer.model) == [] and callback.norms == ()
-
-
-def test_attached_early_the_model_is_traced_once(trainer_for, monkeypatch):
-    """QeRLGRPOTrainer attaches before it makes trainable norms fp32; a second trace could then fail."""
-    callback = AQNCallback(**NOISE)
-    trainer = trainer_for(callback)
-    callback.attach(trainer.model)
-    names = callback.norms
-    monkeypatch.setattr("qerl_trl.noise.callback.find_noisy_norms", lambda model: pytest.fail("traced again"))
-    during = []
-
-    class Look(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            during.append(callback.norms)
-
-    trainer.add_callback(Look())
-    trainer.train()
-    assert set(during) == {names}
