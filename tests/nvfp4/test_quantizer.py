@@ -37,7 +37,6 @@ def load(folder, config=None, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config or NVFP4Config(), **options)
 
 
-# --- dense checkpoints
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -112,7 +111,6 @@ def test_modules_to_not_convert(entries, kept, tiny_model_dir, tmp_path):
     assert torch.equal(stock_logits(tmp_path), logits(model))
 
 
-# --- checkpoints of other tools
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared scales", "own scales"])
@@ -177,7 +175,6 @@ def test_skipping_a_module_that_is_packed_on_disk_is_refused(packed_model_dir):
         from_pretrained(packed_model_dir("compressed-tensors"), NVFP4Config(modules_to_not_convert=["down_proj"]))
 
 
-# --- incomplete and damaged folders
 
 
 @pytest.mark.parametrize(
@@ -207,7 +204,6 @@ def test_pickled_weights_are_refused(tiny_model_dir, edited):
         from_pretrained(folder)
 
 
-# --- layers that are not quantized
 
 
 def test_a_classifier_on_a_packed_base_has_a_new_head(packed_model_dir):
@@ -241,7 +237,6 @@ def test_nothing_left_to_quantize_is_an_error(tiny_model_dir):
         from_pretrained(tiny_model_dir("qwen2"), NVFP4Config(modules_to_not_convert=["model"]))
 
 
-# --- saving
 
 
 def test_a_saved_folder_has_the_layout_of_compressed_tensors(quantized, tmp_path):
@@ -294,7 +289,6 @@ def test_a_model_with_an_adapter_merged_in_part_is_not_saved_as_packed(quantized
     assert torch.equal(stock_logits(tmp_path), expected)
 
 
-# --- loading
 
 
 def test_loading_gives_no_warning(tiny_model_dir):
