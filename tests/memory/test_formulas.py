@@ -21,7 +21,7 @@ from qerl_trl.nvfp4.checkpoints import Selection, divided
 from qerl_trl.update import batches, lora_linear, row
 from qerl_trl.update.compiled_layers import compile_layers
 from tests import architectures
-from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B, qwen2
+from tests.shapes import FOURTEEN_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B, qwen2
 from tests.tiny_models import make_tiny_model
 from tests.update.models import saved_bytes
 
@@ -240,13 +240,6 @@ def test_tokens_are_those_of_the_packed_row(batch, generations):
 def test_completions_of_a_prompt_share_a_pass_if_a_whole_rollout_is_dealt(changes, together):
     args = {"per_device_train_batch_size": 8, "num_generations": 8, "steps_per_generation": 4}
     assert _together(SimpleNamespace(**args | {"gradient_accumulation_steps": 4} | changes)) == together
-
-
-def test_second_copies_of_block_scales_are_counted():
-    """Rows of 64 bytes for K = 896, of which 56 are scales; 4864 and 7B's widths are multiples of 256."""
-    half, seven = formulas.shape_of(HALF_B), formulas.shape_of(SEVEN_B)
-    assert formulas.aligned_scale_bytes(half) == 64 * sum(n for n, k in half.linears if k == 896) > 2**24
-    assert formulas.aligned_scale_bytes(seven) == 0
 
 
 def test_the_engines_cache_has_whole_blocks():

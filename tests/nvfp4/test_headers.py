@@ -111,12 +111,6 @@ def test_tensors_that_the_models_class_ignores_are_ignored(check, layout):
     assert check(good_tensors(layout), (), ignored=[r"model\.layers\.0\."]) == {}
 
 
-def test_a_global_scale_below_one_is_no_reciprocal():
-    """Weights above 2688 exist in no model, but our own quantizer handles them, and its folders must load again."""
-    scales = torch.ones(2).to(torch.float8_e4m3fn), torch.tensor([0.25])
-    check_scales(MODULE, *scales, LAYOUTS["compressed-tensors"], "file")
-
-
 @given(keep=st.floats(0, 0.999))
 @settings(max_examples=30)
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path_factory, keep):
