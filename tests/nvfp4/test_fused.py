@@ -1,4 +1,4 @@
-"""One storage and one global scale for q/k/v and gate/up, and the kernels selected for the engine's matrices."""
+"""One storage and one global scale for q/k/v and gate/up."""
 
 import copy
 

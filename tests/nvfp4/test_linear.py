@@ -1,4 +1,4 @@
-"""`NVFP4Linear` against the dense layer with the dequantized weight: values, gradients, memory, copies."""
+"""`NVFP4Linear` against the dense layer with the dequantized weight: values, gradients, memory."""
 
 from types import SimpleNamespace
 
