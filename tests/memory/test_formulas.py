@@ -21,8 +21,8 @@ from qerl_trl.nvfp4.checkpoints import Selection, divided
 from qerl_trl.update import batches, lora_linear, row
 from qerl_trl.update.compiled_layers import compile_layers
 from tests import architectures
-from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B, qwen2
-from tests.tiny_models import make_tiny_config, make_tiny_model
+from tests.shapes import FOURTEEN_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B, qwen2
+from tests.tiny_models import make_tiny_model
 from tests.update.models import saved_bytes
 
 SIZES = {"3b": THREE_B, "7b": SEVEN_B, "14b": FOURTEEN_B, "32b": THIRTY_TWO_B, "70b": SEVENTY_B}
@@ -115,17 +115,7 @@ def test_towers_and_models_that_cannot_be_quantized_are_counted(name):
     assert len(shape.linears) == len(divided(model, Selection())[0])
 
 
-def test_reading_a_shape_needs_no_weights_and_keeps_the_config(tmp_path):
-    config = make_tiny_config("llama")
-    config.save_pretrained(tmp_path)
-    assert formulas.shape_of(tmp_path).layers == 2
-    config.quantization_config = {"quant_method": "qerl_nvfp4"}
-    assert formulas.shape_of(config) == formulas.shape_of(tmp_path)
-    assert config.quantization_config == {"quant_method": "qerl_nvfp4"}
-
-
-MOMENTS = {"adamw_torch_fused": 8.0, "paged_adamw_8bit": 2.04, "paged_adamw_32bit": 8.0, "adamw_bnb_8bit": 2.04}
-MOMENTS |= {"lion_8bit": 1.02, "ademamix": 12.0, "sgd": 0.0, "an_unknown_one": 8.0}
+MOMENTS = {"adamw_torch_fused": 8.0, "paged_adamw_8bit": 2.04, "paged_adamw_32bit": 8.0, "sgd": 0.0}
 
 
 @pytest.mark.parametrize(("optimizer", "per_parameter"), MOMENTS.items())
@@ -244,53 +234,12 @@ def test_tokens_are_those_of_the_packed_row(batch, generations):
 
 @pytest.mark.parametrize(
     ("changes", "together"),
-    [
-        ({}, 8),
-        ({"gradient_accumulation_steps": 8}, 8),
-        ({"gradient_accumulation_steps": 1}, 1),  # TRL shuffles a rollout over its updates
-        ({"loss_type": "bnpo"}, 1),
-        ({"entropy_coef": 0.1}, 1),
-        ({"loss_type": "bnpo", "steps_per_generation": 1, "gradient_accumulation_steps": 1}, 8),
-        ({"num_generations": 5}, 1),
-    ],
+    [({}, 8), ({"gradient_accumulation_steps": 1}, 1), ({"loss_type": "bnpo"}, 1), ({"num_generations": 5}, 1)],
     ids=str,
 )
 def test_completions_of_a_prompt_share_a_pass_if_a_whole_rollout_is_dealt(changes, together):
     args = {"per_device_train_batch_size": 8, "num_generations": 8, "steps_per_generation": 4}
     assert _together(SimpleNamespace(**args | {"gradient_accumulation_steps": 4} | changes)) == together
-
-
-def test_a_mask_grows_with_the_square_of_the_length():
-    work = Workload(batch=4, prompt_length=512, completion_length=3584)
-    masks = [
-        formulas.mask_bytes(dataclasses.replace(work, **c)) for c in ({}, {"padded": False}, {"attention": "flash"})
-    ]
-    assert masks == [4 * 4096**2, 0, 0]
-    assert formulas.mask_bytes(dataclasses.replace(work, completion_length=3585)) == 3 * 4 * 4097**2
-
-
-def test_an_engine_that_shares_weights_has_no_copy_and_one_per_rank_has_its_part():
-    shape, work = formulas.shape_of(THREE_B), Workload(rollout="colocate")
-
-    def copied(**changes):
-        return formulas.engine_copy_bytes(shape, dataclasses.replace(work, **changes))
-
-    assert copied() == 0
-    assert copied(share_weights=False) == formulas.base_bytes(shape)
-    assert copied(tensor_parallel=2) == formulas.base_bytes(shape) // 2
-    assert copied(base_format="full") == 2 * shape.parameters
-
-
-def test_second_copies_of_block_scales_are_counted():
-    """Rows of 64 bytes for K = 896, of which 56 are scales; 4864 and 7B's widths are multiples of 256."""
-    half, seven = formulas.shape_of(HALF_B), formulas.shape_of(SEVEN_B)
-    assert formulas.aligned_scale_bytes(half) == 64 * sum(n for n, k in half.linears if k == 896) > 2**24
-    assert formulas.aligned_scale_bytes(seven) == 0
-    # of four ranks, o has 896 columns of its 3584, down 4736 of 18944: rows of 64 and 304 bytes
-    assert formulas.aligned_scale_bytes(seven, 4) >= 28 * 3584 * (64 + 304)
-    work = Workload(rollout="colocate")
-    fixed = [formulas.engine_fixed_bytes(half, dataclasses.replace(work, base_format=f)) for f in ("nvfp4", "nf4")]
-    assert fixed[0] - fixed[1] == formulas.aligned_scale_bytes(half)
 
 
 def test_the_engines_cache_has_whole_blocks():

@@ -179,21 +179,15 @@ def test_evaluation_is_clean(trainer_for, scope):
     assert not any("aqn" in key for entry in trainer.state.log_history if "eval_loss" in entry for key in entry)
 
 
-@pytest.mark.parametrize(("event", "training"), [("on_step_end", True), ("on_substep_end", False)])
-def test_generation_of_other_callbacks_is_clean(trainer_for, event, training):
-    """Between steps in training mode, as TRL's completion loggers, and within a step in evaluation mode."""
+def test_generation_of_other_callbacks_is_clean(trainer_for):
+    """Between steps in training mode, as TRL's completion loggers."""
     seen, prompt = [], torch.tensor([[3, 4, 5]])
     options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
     class Sampler(TrainerCallback):
-        pass
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(model.generate(prompt, **options).logits[0])
 
-    def sample(self, args, state, control, model=None, **kwargs):
-        model.train(training)
-        seen.append(model.generate(prompt, **options).logits[0])
-        model.train()
-
-    setattr(Sampler, event, sample)
     callback = AQNCallback("constant", sigma_start=0.05, scope="policy")
     trainer_for(Sampler(), callback, learning_rate=0.0, gradient_accumulation_steps=2, max_steps=2).train()
     assert len(seen) == 2
@@ -231,49 +225,6 @@ def test_rloo_alone(trainer_for):
     trainer = trainer_for(AQNCallback(**NOISE), trainer_class=RLOOTrainer, config_class=RLOOConfig, beta=0.0)
     trainer.train()
     assert logged(trainer, "aqn/sigma") == [sigma_at(step) for step in range(STEPS)]
-
-
-def test_an_engine_gets_the_draw_and_the_model_stays_clean(trainer_for):
-    """In evaluation, also after training, the draw has sigma 0."""
-    seen = []
-
-    class WithEngine(Bracketing):
-        def _generate(self, prompts):
-            with self.aqn.generation() as draw:
-                assert draw == self.aqn.draw
-                seen.append((self.model.training, draw))
-                self.aqn.sigma_effective = 0.125
-                return GRPOTrainer._generate(self, prompts)
-
-    callback = AQNCallback(**NOISE)
-    callback.engine = True
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
-    trainer = trainer_for(callback, trainer_class=WithEngine, learning_rate=0.0, **evaluation)
-    recorder = Recorder(trainer)
-    trainer.train()
-    trainer.evaluate()
-    assert callback.draw is None
-    draws = [NoiseDraw(sigma_at(step), 1, step, 0) for step in range(STEPS)]
-    assert [draw for training, draw in seen if training] == draws
-    assert {draw.sigma for training, draw in seen if not training} == {0.0}
-    for entry in recorder.generated:
-        assert_from(reference(), entry)
-    assert logged(trainer, "aqn/sigma_effective") == [0.125] * STEPS
-
-
-def test_nested_and_failing_rollouts_leave_no_draw(trainer_for, monkeypatch):
-    callback = AQNCallback("constant", sigma_start=0.05)
-    callback.engine = True
-    trainer_for(callback)
-    with callback.generation() as draw, callback.generation():
-        assert draw.sigma == 0  # outside a step
-    callback.engine, failed = False, torch.OutOfMemoryError("noise")
-    monkeypatch.setattr(callback, "_training", lambda: True)
-    monkeypatch.setattr(callback, "_new_draw", lambda: NoiseDraw(0.05, 1, 0, 0))
-    monkeypatch.setattr(callback, "_attached", lambda: SimpleNamespace(enter=lambda: (_ for _ in ()).throw(failed)))
-    with pytest.raises(torch.OutOfMemoryError), callback.generation():
-        pass
-    assert callback.draw is None
 
 
 def test_rollout_that_bypasses_the_model_is_an_error(trainer_for):
@@ -359,18 +310,6 @@ def test_a_log_line_averages_its_draws(trainer_for):
     assert logged(trainer, "aqn/sigma") == pytest.approx(means)
 
 
-def test_values_logged_by_the_trainer_are_kept(trainer_for):
-    class Logs(Bracketing):
-        def _generate(self, prompts):
-            self._metrics["train"]["aqn/sigma"].append(7.0)
-            return super()._generate(prompts)
-
-    trainer = trainer_for(AQNCallback(**NOISE), trainer_class=Logs)
-    trainer.train()
-    assert logged(trainer, "aqn/sigma") == [7.0] * STEPS
-    assert logged(trainer, "aqn/sigma_effective") == [None] * STEPS
-
-
 @pytest.mark.parametrize("first", [False, True], ids=["as-added", "log_first"])
 def test_reporting_integrations_see_the_values_after_log_first(trainer_for, first):
     """Trainer puts `report_to` integrations before the user's callbacks; `log_first` is the way around."""
@@ -436,21 +375,3 @@ def test_an_interrupted_run_can_be_started_again(trainer_for):
     trainer.train()
     assert trainer.state.global_step == STEPS
     assert our_hooks(trainer.model) == [] and callback.norms == ()
-
-
-def test_attached_early_the_model_is_traced_once(trainer_for, monkeypatch):
-    """QeRLGRPOTrainer attaches before it makes trainable norms fp32; a second trace could then fail."""
-    callback = AQNCallback(**NOISE)
-    trainer = trainer_for(callback)
-    callback.attach(trainer.model)
-    names = callback.norms
-    monkeypatch.setattr("qerl_trl.noise.callback.find_noisy_norms", lambda model: pytest.fail("traced again"))
-    during = []
-
-    class Look(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            during.append(callback.norms)
-
-    trainer.add_callback(Look())
-    trainer.train()
-    assert set(during) == {names}

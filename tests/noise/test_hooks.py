@@ -1,13 +1,10 @@
 """Noise on the norms of a live model: exact values, exact restoration, gradients, wrappers."""
 
 import copy
-import gc
 import math
-import weakref
 
 import pytest
 import torch
-import torch._dynamo.utils as dynamo
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -94,9 +91,9 @@ def test_a_bf16_norm_computes_with_the_fp32_weight(family, noisy):
     assert not torch.equal(out, norm(hidden))
 
 
-@pytest.mark.parametrize(("kind", "keyword"), [(nn.RMSNorm, "x"), (nn.LayerNorm, "input")], ids=["rms", "layer"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_norms_of_torch(kind, keyword, dtype):
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norms_of_torch(kind, dtype):
     torch.manual_seed(0)
     norm = kind(256).to(dtype)
     with torch.no_grad():
@@ -106,13 +103,12 @@ def test_norms_of_torch(kind, keyword, dtype):
     noise = NormNoise({"norm": norm})
     noise.set(NoiseDraw(1e-3, 0, 0, 0))
     with noise.active(), torch.no_grad():
-        out, by_keyword = norm(hidden), norm(**{keyword: hidden})
+        out = norm(hidden)
     reference = copy.deepcopy(norm).float()
     with torch.no_grad():
         reference.weight.add_(standard_noise(0, 0, 0, "norm", 256) * 1e-3)
         expected = reference(hidden.float()).to(dtype)
-    assert out.dtype == by_keyword.dtype == dtype
-    assert torch.equal(out, expected) and torch.equal(by_keyword, expected)
+    assert out.dtype == dtype and torch.equal(out, expected)
     assert noise.sigma_effective() == pytest.approx(1e-3, rel=0.2)
     assert {parameter.dtype for parameter in norm.parameters()} == {dtype}
     noise.remove()
@@ -137,17 +133,6 @@ def test_state_dict_is_clean_while_active(noisy):
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == identities
 
 
-def test_a_failing_forward_puts_the_parameter_back(noisy):
-    model = make_tiny_model("qwen2")
-    noise = noisy(model)
-    norm = next(iter(noise.norms.values()))
-    weight = norm.weight
-    with noise.active(), pytest.raises(RuntimeError, match="size"):
-        norm(torch.zeros(2, 77, dtype=torch.bfloat16))
-    assert norm.weight is weight
-    assert norm._parameters["weight"] is weight
-
-
 def test_noise_in_training_acts_only_in_training_mode(noisy):
     model = make_tiny_model("qwen2", dtype=torch.float32)
     clean, expected = logits(model), logits(written(model))
@@ -158,35 +143,6 @@ def test_noise_in_training_acts_only_in_training_mode(noisy):
     assert torch.equal(logits(model.eval()), clean)
     noise.in_training = False
     assert torch.equal(logits(model.train()), clean)
-
-
-def test_a_draw_in_the_middle_of_a_rollout_acts_at_once(noisy):
-    model, other = make_tiny_model("qwen2", dtype=torch.float32), DRAW._replace(generation=4)
-    noise = noisy(model)
-    with noise.active():
-        logits(model)
-        noise.set(other)
-        assert torch.equal(logits(model), logits(written(model, other)))
-
-
-def test_a_changed_weight_is_seen_under_the_same_draw(noisy):
-    """Sums of frozen weights are cached between forwards."""
-    model = make_tiny_model("qwen2", dtype=torch.float32).requires_grad_(False)
-    noise = noisy(model)
-    with noise.active():
-        logits(model)
-        model.load_state_dict(make_tiny_model("qwen2", seed=5, dtype=torch.float32).state_dict())
-        assert torch.equal(logits(model), logits(written(model)))
-
-
-def test_a_copy_of_the_model_stays_clean(noisy):
-    model = make_tiny_model("qwen2")
-    clean = logits(model)
-    noise = noisy(model)
-    duplicate = copy.deepcopy(model)
-    with noise.active():
-        assert torch.equal(logits(duplicate), clean)
-        assert not torch.equal(logits(model), clean)
 
 
 def test_two_noises_on_one_norm_are_refused_until_one_is_removed():
@@ -242,24 +198,6 @@ def test_a_trained_norm_sees_its_own_updates(noisy):
         assert torch.equal(logits(model), logits(written(model)))
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_a_compiled_model_switches_without_compiling_again(trained, noisy):
-    torch._dynamo.reset()
-    dynamo.counters.clear()
-    model = make_tiny_model("qwen2", dtype=torch.float32, num_hidden_layers=1).requires_grad_(trained)
-    clean = logits(model)
-    compiled = torch.compile(model, backend="eager")
-    noise = noisy(model)
-    for generation in range(3):
-        draw = DRAW._replace(generation=generation)
-        noise.set(draw)
-        with noise.active():
-            torch.testing.assert_close(logits(compiled), logits(written(model, draw)), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(logits(compiled), clean, rtol=1e-5, atol=1e-6)
-    assert not dynamo.counters["graph_break"]
-    assert dynamo.counters["stats"]["unique_graphs"] <= 3  # clean, noisy while measuring, noisy
-
-
 @pytest.fixture
 def one_process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
@@ -287,13 +225,3 @@ def test_fsdp2(hooks, sharded_norms, one_process_group, noisy):
         torch.testing.assert_close(found[name].full_tensor(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
     noise.in_training = False
     assert torch.equal(logits(model), clean)
-
-
-def test_norms_are_freed_with_their_model():
-    """The table of noisy norms has weak references."""
-    model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4))
-    NormNoise({"0": model[0]})
-    norm = weakref.ref(model[0])
-    del model
-    gc.collect()
-    assert norm() is None

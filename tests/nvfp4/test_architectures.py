@@ -4,25 +4,13 @@ import importlib
 import re
 
 import pytest
-import torch
 from peft import LoraConfig
-from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from qerl_trl.model.lora import keep_to_the_decoder
 from qerl_trl.nvfp4.architectures import DECODER, ROUTERS, TOWERS, unadapted_by_default
 from qerl_trl.nvfp4.checkpoints import matches_any, pattern_of
 from tests.tiny_models import FAMILIES, make_tiny_config
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_groups_are_whole_or_absent_and_the_head_is_known(family):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_tiny_config(family))
-    found = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is nn.Linear}
-    assert DECODER.heads[0] in found
-    for group in DECODER.groups:
-        assert set(group) <= found if family != "phi3" else not set(group) & found
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -39,9 +39,6 @@ def nearest_code(value: float) -> int:
     return min(distance)[2] + (8 if math.copysign(1, value) < 0 else 0)
 
 
-# --- the element
-
-
 def test_every_code_decodes_to_its_value_and_back():
     codes = torch.arange(16, dtype=torch.uint8)
     values = decode_e2m1(codes)
@@ -67,9 +64,6 @@ def test_pack_and_unpack_are_inverse(packed):
     codes = unpack(tensor)
     assert codes[0, ::2].tolist() == [byte & 15 for byte in packed]  # the even column is the low nibble
     assert torch.equal(pack(codes), tensor)
-
-
-# --- the scales
 
 
 @given(st.floats(2.0**-80, 2.0**100, width=32))
@@ -102,9 +96,6 @@ def test_rescaling_below_the_smallest_scale_or_by_no_power_of_two_is_not_exact(s
     assert not exact and moved.item() >= 0x08
 
 
-# --- the matrix
-
-
 @given(seed=SEEDS, rule=RULES, exponent=st.integers(-30, 11))
 @settings(max_examples=40, deadline=None)
 def test_a_dequantized_matrix_quantizes_to_itself(seed, rule, exponent):
@@ -114,15 +105,6 @@ def test_a_dequantized_matrix_quantizes_to_itself(seed, rule, exponent):
     again = quantize(dense, rule, quantized.global_scale)
     assert torch.equal(dequantize(*again, torch.float32), dense)
     assert torch.equal(dequantize(*quantized, torch.bfloat16).float(), dense)  # exact in bfloat16
-
-
-@given(seed=SEEDS, rule=RULES, exponent=st.integers(-60, 60))
-@settings(max_examples=40, deadline=None)
-def test_scaling_the_weights_by_a_power_of_two_changes_only_the_global_scale(seed, rule, exponent):
-    weight = random_matrix(4, 32, seed, 1.0)
-    one, other = quantize(weight, rule), quantize(weight * 2.0**exponent, rule)
-    assert torch.equal(one.packed, other.packed) and torch.equal(one.block_scale, other.block_scale)
-    assert other.global_scale.item() == one.global_scale.item() * 2.0**-exponent
 
 
 def block_errors(weight: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
@@ -189,19 +171,6 @@ def test_a_weight_that_is_not_finite_is_refused(value, global_scale):
     weight[3, 5] = value
     with pytest.raises(ValueError, match=f"{str(value).strip('-')}: NVFP4 has neither NaN nor infinity"):
         quantize(weight, global_scale=global_scale)
-
-
-def test_the_worked_example_of_the_docstring():
-    weight = torch.zeros(1, 32)
-    weight[0, 0], weight[0, 16:19] = 1.2, torch.tensor([0.3, 0.1, 0.01])
-    packed, block_scale, global_scale = quantize(weight)
-    assert global_scale.item() == 2048 and decode_scale(block_scale)[0, 1].item() == 104
-    assert unpack(packed)[0, 16:19].tolist() == [7, 4, 0]
-    dense = dequantize(packed, block_scale, global_scale, torch.float32)
-    assert dense[0, 16:18].tolist() == pytest.approx([0.3047, 0.1016], abs=5e-5)
-
-
-# --- compressed-tensors' own code
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One storage and one global scale for q/k/v and gate/up, and the kernels selected for the engine's matrices."""
+"""One storage and one global scale for q/k/v and gate/up."""
 
 import copy
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import qerl_nvfp4
 from qerl_trl import from_pretrained
-from qerl_trl.cli import doctor
 from qerl_trl.model import loading
-from qerl_trl.nvfp4 import fused, linear
+from qerl_trl.nvfp4 import fused
 from qerl_trl.nvfp4.architectures import DECODER
 from qerl_trl.nvfp4.format import MIN_BLOCK_SCALE
 from qerl_trl.nvfp4.fused import fuse_storage
@@ -58,36 +56,6 @@ def test_blocks_too_small_for_the_shared_scale_are_rounded_not_blown_up():
     assert error.max() / before.abs().max() < 0.2
 
 
-# --- the matrices of the engine and their kernels
-
-
-def two_blocks() -> nn.Module:
-    """Two attentions, one output projection inside an adapter."""
-    blocks = nn.ModuleList(nn.Module() for _ in range(2))
-    for block in blocks:
-        for name, rows in zip((*QKV, "o_proj"), (64, 32, 32, 64), strict=True):
-            setattr(block, name, NVFP4Linear(64, rows))
-    adapted = nn.Module()
-    adapted.base_layer, blocks[0].o_proj = blocks[0].o_proj, adapted
-    return nn.Sequential(blocks, nn.Linear(64, 8))
-
-
-@pytest.fixture
-def l40s(monkeypatch):
-    """The kernels' choice as on an L40S."""
-    from qerl_nvfp4 import ops, select
-
-    for module in (select, ops):
-        monkeypatch.setattr(module, "device_properties", lambda index: ("NVIDIA L40S", 142, (8, 9)))
-    monkeypatch.setattr(select, "shared_memory_limit", lambda index: 99 * 1024)
-    monkeypatch.setattr(ops, "is_available", lambda device: True)
-    monkeypatch.setattr(ops, "_device_index", lambda device: 0)
-    monkeypatch.setattr(linear, "_kernels", lambda device: (qerl_nvfp4, ""))
-    select.explain.cache_clear()
-    yield
-    select.explain.cache_clear()
-
-
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "packed"])
 def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_dir, packed_model_dir, family):
     folder = packed_model_dir("compressed-tensors") if family == "packed" else tiny_model_dir(family)
@@ -95,33 +63,3 @@ def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_d
     assert len(found) == 4 and found == fused.packed_matrices(from_pretrained(folder))
     assert all(matrix.number == 2 for matrix in found), "layers"
     assert any(len(matrix.rows) == 3 for matrix in found) == (family != "phi3")
-
-
-def test_one_line_per_matrix(l40s):
-    assert fused.selected_for_model(two_blocks(), rank=32) == [
-        "2 x q_proj + k_proj + v_proj 128 x 64: portable up to 128 tokens, dense for more (heuristic)",
-        "2 x o_proj 64 x 64: portable up to 128 tokens, dense for more (heuristic)",
-    ]
-
-
-def test_doctor_lists_the_kernels_of_a_7b_model_and_results_of_tune(l40s, monkeypatch, tmp_path):
-    from qerl_nvfp4 import measured, select
-
-    monkeypatch.setenv("QERL_NVFP4_CACHE", str(tmp_path))
-    monkeypatch.setenv("QERL_NVFP4_TUNED", "1")
-    device = torch.device("cuda")
-    lines = doctor._selected_kernels(device)["kernels"].split("\n")
-    assert [line.split()[1] for line in lines] == ["qkv", "o", "gate_up", "down"]
-    assert all("skinny up to 16 tokens, mma up to 1536 tokens, dense for more" in line for line in lines)
-    shape = {"N": 37888, "K": 3584, "rank": 32, "config": {"kernel": "dense", "pieces": 1}}
-    path = measured.write("NVIDIA L40S", 142, [shape | {"tokens": n} for n in (64, 72)], lambda *_: True)
-    select.forget_measured()
-    assert fused.measured_by_the_user(device) == ([str(path), "37888 x 3584, rank 32: 2 numbers of tokens"], "")
-    lines = doctor._selected_kernels(device)["kernels"].split("\n")
-    assert ["measured on this GPU" in line for line in lines] == [False, False, True, False]
-    path.write_text("damaged")
-    select.forget_measured()
-    with pytest.warns(RuntimeWarning, match="is ignored"):
-        found, problem = fused.measured_by_the_user(device)
-    assert found == [] and str(path) in problem
-    select.forget_measured()

@@ -1,22 +1,17 @@
-"""`NVFP4Linear` against the dense layer with the dequantized weight: values, gradients, memory, copies."""
+"""`NVFP4Linear` against the dense layer with the dequantized weight: values, gradients, memory."""
 
-import copy
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import qerl_nvfp4
 from qerl_trl.nvfp4 import linear as linear_module
-from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, describe, linear
-from tests.nvfp4.models import same_state
+from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, linear
 from tests.tiny_models import gathered
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -46,9 +41,6 @@ def forward_backward(layer, x: torch.Tensor, dy_seed: int = 1) -> tuple[torch.Te
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(dy_seed)).to(y.device, y.dtype)
     y.backward(dy)
     return y.detach(), x.grad
-
-
-# --- values
 
 
 @given(
@@ -84,9 +76,6 @@ def test_float32_input_is_computed_in_compute_dtype_and_returned_as_float32(comp
         with torch.autocast("cpu", torch.bfloat16):
             ours, theirs = layer(x.to(dtype)), dense(layer)(x.to(dtype))
         assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
-
-
-# --- memory
 
 
 def test_backward_keeps_only_packed_bytes():
@@ -126,9 +115,6 @@ def test_bytes_gathered_as_floats_are_the_same_bytes():
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-# --- torch.compile
-
-
 @pytest.mark.parametrize(
     ("dtype", "implementation", "autocast"),
     [
@@ -148,29 +134,6 @@ def test_compiles_as_one_graph_with_the_same_results(dtype, implementation, auto
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         results = [forward_backward(m, x) for m in (model, compiled)]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("implementation", "operators"),
-    [
-        ("auto", {"dequantize", "linear_backward"}),
-        ("kernel", {"linear", "linear_backward"}),
-        ("decode", {"dequantize", "linear_backward"}),
-        ("reference", {"dequantize"}),
-    ],
-)
-def test_the_compiler_sees_the_operators_of_the_kernels_package(implementation, operators):
-    torch.compiler.reset()
-    layer, seen = make_layer(64, 64), set()
-    layer.implementation = implementation
-
-    def note(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
-        seen.update(str(node.target).split(".")[:2][1] for node in graph.graph.nodes if "qerl" in str(node.target))
-        return make_boxed_func(graph.forward)
-
-    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=note, bw_compiler=note), fullgraph=True)
-    forward_backward(compiled, torch.randn(5, 64, dtype=torch.bfloat16))
-    assert seen == operators
 
 
 @pytest.mark.parametrize(
@@ -196,62 +159,6 @@ def test_training_micro_batches_compile_no_kernel_of_their_own(monkeypatch, toke
     assert y.shape == (1, tokens, 64) and calls == [called]
 
 
-# --- copies and moves
-
-
-def fused_pair() -> nn.ModuleDict:
-    """Two layers that hold row slices of one storage, as q/k/v do."""
-    layers = nn.ModuleDict({"a": make_layer(32, 64), "b": make_layer(16, 64, seed=1)})
-    for attribute in ("weight_packed", "weight_scale"):
-        fused = torch.cat([getattr(layer, attribute).detach() for layer in layers.values()])
-        layers["a"].get_parameter(attribute).data, layers["b"].get_parameter(attribute).data = fused.split([32, 16])
-    for layer in layers.values():
-        layer.fused_rows = 48
-    return layers
-
-
-def is_fused(layers: nn.ModuleDict) -> bool:
-    a, b = layers["a"].weight_packed, layers["b"].weight_packed
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.data_ptr() == a.data_ptr() + a.numel()
-
-
-def test_deepcopy_keeps_the_shared_storage_and_shares_nothing_with_the_original():
-    layers = fused_pair()
-    twin = copy.deepcopy(layers)
-    assert same_state(layers, twin) and is_fused(twin)
-    twin["b"].weight_packed.zero_()
-    assert twin["a"].weight_packed.any() and layers["b"].weight_packed.any()
-
-
-def test_deepcopy_of_one_fused_layer_alone():
-    layers = fused_pair()
-    twice = copy.deepcopy(nn.ModuleList([layers["b"], layers["b"]]))
-    assert same_state(twice[0], layers["b"]) and twice[0] is twice[1]
-    x = torch.randn(2, 64, dtype=torch.bfloat16)
-    assert torch.equal(twice[0](x), layers["b"](x))
-
-
-def test_moving_keeps_the_shared_storage():
-    """`_apply` with a copying function, as `.to(device)` calls it."""
-    layers = fused_pair()
-    before = copy.deepcopy(layers)
-    copies = []
-    layers._apply(lambda tensor: copies.append(tensor.nbytes) or tensor.clone())
-    assert same_state(layers, before) and is_fused(layers)
-    assert copies.count(48 * 32) == 1, "the fused storage was copied more than once"
-    assert is_fused(layers.to(torch.float16))
-
-
-def test_meta_and_to_empty():
-    layers = fused_pair().to("meta")
-    assert all(p.is_meta for p in layers.parameters())
-    layers.to_empty(device="cpu")
-    assert layers["a"].weight_packed.shape == (32, 32)
-
-
-# --- construction, choice, errors
-
-
 def test_decoded_weights_are_used_inside_the_context_only():
     model = nn.Sequential(make_layer(64), make_layer(48))
     model[1].implementation = "reference"
@@ -259,10 +166,6 @@ def test_decoded_weights_are_used_inside_the_context_only():
         assert [layer.implementation for layer in model] == ["decode", "reference"]
         raise KeyError
     assert [layer.implementation for layer in model] == ["auto", "reference"]
-
-
-def test_describe_is_one_line_with_a_reason():
-    assert re.fullmatch("NVFP4 linear on cpu: reference .*CUDA.*", describe("cpu"))
 
 
 @pytest.mark.gpu

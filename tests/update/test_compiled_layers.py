@@ -3,13 +3,9 @@
 Mostly with the backend "aot_eager", which traces and splits forward and backward as inductor does, without its code.
 """
 
-import copy
 import logging
-import pickle
 import shutil
-import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +22,6 @@ from qerl_trl.update import compiled_layers, layer_function
 from qerl_trl.update.compiled_layers import compile_layers, warm_up
 from tests import shapes
 from tests.faults.tiny_runs import TinyRuns
-from tests.ranks import on_ranks
 from tests.update.models import (
     REORDERED,
     Branching,
@@ -68,8 +63,7 @@ def test_values_and_gradients_are_those_of_eager(family):
     assert graphs() and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_gated_delta_nets_stay_eager(recompute):
+def test_gated_delta_nets_stay_eager():
     """Their loop over chunks takes minutes to compile, for each length again."""
     torch.manual_seed(0)
     config = shapes.tiny(shapes.NEWER["qwen3.5-9b"][0], vocab_size=512).get_text_config()
@@ -78,9 +72,6 @@ def test_gated_delta_nets_stay_eager(recompute):
     model = get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), lora).train()
     expected = {length: update(model, batch(length)) for length in (96, 40)}
     compiled = compile_layers(model, backend="aot_eager")
-    if recompute:
-        compiled.recompute(compiled.layers)
-        model.enable_input_require_grads()
     for length, result in expected.items():
         assert distance(update(model, batch(length)), result) < 1e-4
     assert graphs() == 2, "the attention layer, and the norm after the layers"
@@ -96,19 +87,14 @@ def test_no_length_compiles_again():
     assert graphs() == 2, "the layers, and the norm after them"
 
 
-@pytest.mark.parametrize("recompute", ["around", "inside"])
-def test_one_graph_with_and_without_gradients_and_checkpoints(recompute):
+def test_one_graph_with_and_without_gradients():
     model, given = small(layers=3), batch(40)
     compiled = compile_layers(model, backend="aot_eager")
-    if recompute == "inside":
-        compiled.recompute(compiled.layers)
+    compiled.recompute(compiled.layers)
     expected = update(model, given)
     with torch.no_grad():
         found = model(**given, use_cache=False).logits[:, 3:]
     assert torch.equal(found, expected["logits"]) and not found.requires_grad
-    if recompute == "around":
-        checkpointed(model)
-        assert distance(update(model, given), expected) == 0
     assert graphs() == 2 and not compiled.failed
 
 
@@ -166,16 +152,10 @@ def warnings_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == layer_function.__name__]
 
 
-@pytest.mark.parametrize("kind", ["branch", "many graphs"])
-def test_a_layer_that_does_not_compile_runs_eagerly_with_one_warning(kind, caplog, monkeypatch):
+def test_a_layer_that_does_not_compile_runs_eagerly_with_one_warning(caplog):
     model = small(layers=4)
-    if kind == "branch":
-        for layer in layers_of(model):
-            layer.mlp = Branching(layer.mlp)
-    else:
-        monkeypatch.setattr(layer_function, "_MOST_GRAPHS", 2)
-        for index, layer in enumerate(layers_of(model)):  # a constant of its own in each layer
-            layer.mlp.register_forward_hook(lambda module, args, out, scale=f"{index}": out * (1 + len(scale) * 0))
+    for layer in layers_of(model):
+        layer.mlp = Branching(layer.mlp)
     expected = update(model, batch(40))
     compiled = compile_layers(model, backend="eager")
     with caplog.at_level(logging.WARNING, "qerl_trl"):
@@ -183,29 +163,10 @@ def test_a_layer_that_does_not_compile_runs_eagerly_with_one_warning(kind, caplo
             assert distance(update(model, batch(40)), expected) < REORDERED
     (message,) = warnings_of(caplog)
     assert "Qwen2DecoderLayer runs in eager mode" in message and "compile_layers=False" in message
-    assert compiled.failed and torch._dynamo.config.recompile_limit != 2
+    assert compiled.failed
 
 
-def test_a_graph_per_length_is_found_in_the_warm_up(caplog):
-    model, ones = small(), [1.0] * 100
-
-    class Specialized(Branching):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) * ones[x.shape[1]]
-
-    for layer in layers_of(model):
-        layer.mlp = Specialized(layer.mlp)
-    compiled = compile_layers(model, backend="eager")
-    with caplog.at_level(logging.WARNING, "qerl_trl"):
-        warm_up(compiled, model, 2, 64)
-    assert compiled.failed and "needs its own compilation" in caplog.text
-
-
-@pytest.mark.parametrize("kernels", [True, False], ids=["taking-turns", "without-our-kernels"])
-def test_the_warm_up_compiles_everything_and_leaves_no_trace(kernels, monkeypatch):
-    if not kernels:  # their import fails
-        monkeypatch.setitem(sys.modules, "qerl_nvfp4", None)
-        monkeypatch.delitem(sys.modules, "qerl_nvfp4.turns", raising=False)
+def test_the_warm_up_compiles_everything_and_leaves_no_trace():
     model = small()
     noise = NormNoise(find_noisy_norms(model))
     before = update(model, batch(40))
@@ -225,30 +186,6 @@ def test_the_warm_up_compiles_everything_and_leaves_no_trace(kernels, monkeypatc
         update(model, batch(length))
     noisy_update(model, noise, 0.1)
     assert made and graphs() == made and not compiled.failed
-
-
-def test_copies_pickles_and_files_have_the_layers_own_forward(tmp_path):
-    model = small()
-    names = list(model.state_dict())
-    compiled = compile_layers(model, backend="eager")
-    assert list(model.state_dict()) == names
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        for layer in layers_of(copied):
-            assert layer.forward.__func__ is type(layer).forward and layer.forward.__self__ is layer
-    model.save_pretrained(tmp_path)
-    compiled.remove()
-    assert not any("forward" in vars(layer) for layer in layers_of(model))
-
-
-def test_settings_of_torch_are_unchanged():
-    def settings():
-        configs = (torch._dynamo.config, torch._inductor.config)
-        return [dict(config.get_config_copy()) for config in configs], torch.compiler.config.dynamic_sources
-
-    before, model = settings(), small(layers=1)
-    compile_layers(model, backend="eager")
-    update(model, batch(40))
-    assert settings() == before
 
 
 @pytest.mark.parametrize("recompute", ["around", "inside"])
@@ -303,19 +240,3 @@ def test_meaning_of_the_option(trainer_of):
     assert compiled(compile_layers=True) and not compiled(compile_layers=False)
     with pytest.raises(ValueError, match="torch_compile=True compiles the whole model"):
         compiled(compile_layers=True, torch_compile=True)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_zero_3_is_refused(stage):
-    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(torch_compile=False, compile_layers=True, device=torch.device("cuda")),
-        accelerator=SimpleNamespace(state=state, unwrap_model=lambda model: model),
-        model=small(),
-        add_callback=lambda callback: None,
-    )
-    if stage == 2:
-        assert compiled_layers.compile_for(trainer) is not None
-        return
-    with pytest.raises(ValueError, match="ZeRO-3 gathers weights inside of layers"):
-        compiled_layers.compile_for(trainer)

@@ -2,11 +2,10 @@
 
 import copy
 import logging
-from collections import Counter
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -25,7 +24,6 @@ from tests.update.models import (
     graphs,
     layers_of,
     randomize,
-    saved_bytes,
     update,
 )
 
@@ -134,47 +132,6 @@ def test_the_first_layer_needs_no_gradient_of_its_input(monkeypatch):
     assert sorted(asked) == [1, 1, 2], "o, down and gate|up; q|k|v read the frozen embeddings"
 
 
-def test_outputs_may_be_changed_in_place():
-    model, found = adapted(layers=1), []
-    attention = layers_of(model)[0].self_attn
-    for change in (fuse, unfuse):
-        change(model)
-        x = torch.ones(2, 5, 128, requires_grad=True)
-        (attention.q_proj(x).clamp_(-1, 1).sum() + attention.k_proj(x).mul_(2).sum()).backward()
-        found.append(x.grad)
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize(("checkpointing", "passes"), [(False, 2), (True, 3)], ids=["kept", "checkpointed"])
-def test_a_weight_is_decoded_once_per_pass(monkeypatch, checkpointing, passes):
-    model = adapted()
-    model.enable_input_require_grads()
-    if checkpointing:
-        checkpointed(model)
-    fuse(model)
-    counts, decode = Counter(), fused_lora.decode_into
-
-    def counting(out, packed, *rest):
-        counts[packed.data_ptr()] += 1
-        decode(out, packed, *rest)
-
-    monkeypatch.setattr(fused_lora, "decode_into", counting)
-    update(model, TOKENS)
-    assert len(counts) == 14 and set(counts.values()) == {passes}
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("names", [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"], ["o_proj"]])
-def test_saved_for_backward_are_x_once_per_group_and_x_a(base, names):
-    model = adapted(base=base, layers=1)
-    fuse(model)
-    layer, x = layers_of(model)[0], torch.randn(40, 128, requires_grad=True)
-    part = layer.mlp if "up_proj" in names else layer.self_attn
-    outputs = []
-    saved = saved_bytes(model, lambda: outputs.extend(getattr(part, name)(x) for name in names))
-    assert saved == 4 * 40 * (128 + len(names) * 8)
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_switches_of_peft_work_at_any_time(base):
     model = adapted(base=base)
@@ -230,9 +187,6 @@ def test_other_adapters_run_pefts_forward_with_one_message(options, reason, capl
         torch.manual_seed(0)
         results.append(update(model, TOKENS))
     assert distance(*results) == 0
-    caplog.clear()
-    fuse(model.to("meta"))  # any device but a CPU
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_hooks_on_a_layers_parts_are_called():
@@ -266,37 +220,26 @@ def test_a_cached_output_is_never_stale(change):
     assert found.requires_grad
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_bytes_gathered_as_floats_are_the_same_bytes(compiled):
+def test_bytes_gathered_as_floats_are_the_same_bytes():
     """FSDP 2 of torch 2.11 casts the packed weights too, to the dtype of mixed precision."""
     model, results = adapted(dtype=torch.bfloat16, layers=1), []
     for whole_numbers in (False, True):
         twin = gathered(model, torch.bfloat16, whole_numbers=whole_numbers)
         assert fuse(twin) == 7
-        if compiled:
-            compile_layers(twin, backend="aot_eager")
         results.append(update(twin, TOKENS, autocast=True))
     assert distance(*results) == 0
 
 
-def test_names_files_and_copies_are_pefts(tmp_path):
+def test_names_and_files_are_pefts(tmp_path):
     model = adapted()
     names = [name for name, _ in model.named_parameters()]
     model.save_pretrained(tmp_path / "before")
     fuse(model)
-    layers_of(model)[0].self_attn.q_proj(torch.randn(3, 128))  # leaves a cached output
     assert [name for name, _ in model.named_parameters()] == names
     model.save_pretrained(tmp_path / "after")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
-    copied = copy.deepcopy(model)
-    randomize(copied, seed=9)
-    assert distance(*both(copied)) < REORDERED
-    assert not torch.equal(update(copied, TOKENS)["logits"], update(model, TOKENS)["logits"])
-    state = get_peft_model_state_dict(model)
     unfuse(model)
-    assert state.keys() == get_peft_model_state_dict(model).keys()
     assert not [m for m in model.modules() if isinstance(m, lora_linear._Fused) or "fused_group" in vars(m)]
 
 

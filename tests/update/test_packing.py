@@ -169,17 +169,6 @@ def test_each_completion_has_its_own_dropout_mask(make):
     assert all(inputs["packed_keys"] is None for inputs in trainer._packing.examples(4, 256))
 
 
-def test_without_gradients_rows_are_as_long_as_a_padded_batch(make):
-    trainer = make()
-    seen, (ids, mask) = counted(trainer), joined(ragged())
-    trainer.model.eval()
-    with torch.no_grad():
-        split = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 15, batch_size=1)[0]
-        assert len(seen) == 3  # 13 + 3 + 1, 26, 12 + 7 - 1 tokens: a row takes 27
-        whole = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 15, batch_size=6)[0]
-    torch.testing.assert_close(split, whole)
-
-
 def test_a_batch_without_completion_tokens_has_gradients_of_zero(trainer):
     batch = ragged()
     batch["completion_mask"].zero_()
@@ -278,7 +267,6 @@ def stablelm():
 
 
 REFUSED = {
-    "falcon_h1": (lambda: dense_model("falcon_h1").float(), {}, "state"),
     "lfm2": (lambda: dense_model("lfm2").float(), {}, "another kind"),
     "qwen3_5_text": (lambda: dense_model("qwen3_5_text").float(), {}, "state"),
     "stablelm": (stablelm, {}, "packed, its log-probabilities differ"),
@@ -320,23 +308,15 @@ def test_rounding_of_autocast_is_not_taken_for_a_leak(make, tmp_path):
     assert make(model=tmp_path / "m", base_format="full", peft_config=None, bf16=True)._packing.on
 
 
-@pytest.mark.parametrize("original", [30, 64])
-def test_longrope_is_packed_only_if_no_sequence_is_long(make, tmp_path, original):
+def test_longrope_with_long_sequences_is_not_packed(make, tmp_path):
     """A row would choose the embedding by its own longest sequence."""
     factors = {"short_factor": [1.0] * 16, "long_factor": [1.0 + 0.5 * i for i in range(16)]}
-    limits = {"original_max_position_embeddings": original}
+    limits = {"original_max_position_embeddings": 30}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, **limits}
     options = {"max_position_embeddings": 256, "rope_parameters": rope, **limits}
     make_tiny_model("phi3", dtype=torch.float32, **options).save_pretrained(tmp_path / "m")
-    if original == 64:
-        assert make(model=tmp_path / "m").memory_plan.work.packed
-        return
     with pytest.raises(ValueError, match=r"of more than 30 tokens .* and sequences of this run may have up to 3[1-9]"):
         make(model=tmp_path / "m")
-    trainer = make(model=tmp_path / "m", padding_free=False)
-    assert not trainer._packing.on and not trainer.memory_plan.work.packed
-    trainer.args.padding_free, trainer.longest_sequence = True, None  # no prompt was counted
-    assert "may have more" in packing.Packing(trainer).reason_against()
 
 
 def test_rotary_embeddings_that_depend_on_the_longest_sequence():
@@ -350,32 +330,16 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence():
     assert limit({"full_attention": long, "sliding_attention": {"rope_type": "default"}}) == 64
 
 
-SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320}
-
-
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [("phimoe", {"num_local_experts": 2}), ("qwen2_moe", {"num_experts": 2, "use_sliding_window": True})],
-)
-def test_a_window_in_the_mask_alone_is_found_at_any_length(kind, own, make, tmp_path):
+def test_a_window_in_the_mask_alone_is_found_at_any_length(make, tmp_path):
     """The trial's sequences are shorter than any window."""
-    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    experts = {"intermediate_size": 64, "num_key_value_heads": 2, "num_experts_per_tok": 1, "max_window_layers": 2}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320}
+    sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    window = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
+    config = CONFIG_MAPPING["qwen2_moe"](**sizes, **window, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    for window in (32, 4096):
-        config = CONFIG_MAPPING[kind](**SMALL, **tokens, **experts, **own, sliding_window=window)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / f"{window}")
     with pytest.raises(ValueError, match="sliding window from the attention mask alone"):
-        make(model=tmp_path / "32", peft_config=lora)
-    assert make(model=tmp_path / "4096", peft_config=lora)._packing.on, "it never acts in this run"
-
-
-@pytest.mark.parametrize("kind", ["biogpt", "opt", "gpt_bigcode", "persimmon"])
-def test_dropped_attention_weights_are_found_under_any_name(kind):
-    dropped = dict.fromkeys(("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout"), 0.25)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SMALL, **dropped))
-    assert "attention_dropout=0.25" in packing.why_not(model)
+        make(model=tmp_path, peft_config=lora)
 
 
 def test_pictures_are_left_to_trl(trainer):
@@ -404,18 +368,3 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_padded_way(make, family):
     padded, packed = (error(found, truth) for found in both(trainer, weighted_logps(trainer, ragged())))
     for a, b in zip(packed, padded, strict=True):
         assert a < 1.5 * b + 5e-3, (packed, padded)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("base_format", ["bf16", "nvfp4"])
-def test_compiled_layers_compute_the_row(make, base_format):
-    eager = make(base_format=base_format, compile_layers=False, **ON_GPU)
-    compiled = make(base_format=base_format, compile_layers=True, **ON_GPU, max_steps=2, max_completion_length=40)
-    compiled.train()
-    assert not compiled._compiled.failed
-    with torch.no_grad():
-        for a, b in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
-            a.copy_(b)
-    results = [both(one, weighted_logps(one, ragged()))[1] for one in (eager, compiled)]
-    result, gradient = error(results[1], (results[0][0].float().cpu(), results[0][1]))
-    assert result < 0.02 and gradient < 0.05

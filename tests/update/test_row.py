@@ -70,12 +70,3 @@ def test_every_completion_token_is_scored_once_and_sees_its_own_sequence(pairs, 
     for line, (_, completion) in enumerate(pairs):
         expected = completion + [-1] * (width - len(completion))
         assert answers[line * width : (line + 1) * width].tolist() == expected
-
-
-@settings(deadline=None, max_examples=30)
-@given(PAIRS)
-def test_whole_rows_hold_every_token(pairs):
-    ids, mask, width = padded(pairs)
-    (chosen,) = rows(sequences(ids, mask, width))
-    built = build(chosen, width, torch.device("cpu"), share=False, whole=True)
-    assert built.input_ids.numel() == mask.sum() and built.segments.packed_keys is None
