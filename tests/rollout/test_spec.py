@@ -36,11 +36,12 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def policy(folder, quantized=True, **config):
-    kwargs = {"quantization_config": NVFP4Config(**config)} if quantized else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
+def policy(folder, **config):
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=NVFP4Config(**config)
+    )
     lora = LoraConfig(r=20, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, register_nvfp4_lora(lora) if quantized else lora)
+    return get_peft_model(model, register_nvfp4_lora(lora))
 
 
 def parsed(command: str) -> tuple[list[str], dict[str, str]]:

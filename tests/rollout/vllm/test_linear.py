@@ -55,23 +55,3 @@ def test_products_and_checksums_do_not_depend_on_alignment(K):
         divisor = float(global_scale)
         mine = summary("nvfp4", packed[rows], scale[rows], divisor=divisor)
         assert summary("nvfp4", layer.weight_packed[rows], layer.weight_scale[rows], divisor=divisor) == mine
-
-
-def test_a_replicated_layer_is_whole_on_every_rank():
-    """vLLM's class has the world's tensor-parallel size."""
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-
-    from qerl_trl.rollout.engine import AdapterTensors
-    from qerl_trl.rollout.vllm.linear import DenseMethod
-    from qerl_trl.rollout.vllm.state import _Slot
-
-    layer = ReplicatedLinear.__new__(ReplicatedLinear)
-    torch.nn.Module.__init__(layer)
-    layer.tp_size, layer.tp_rank = 2, 1
-    method = layer.quant_method = DenseMethod(["decoder.project_in"], 8)
-    method._common(layer, 512, [1024], torch.float32)
-    slot = _Slot(layer, 0)
-    assert slot.refuses("decoder.project_in", AdapterTensors(torch.zeros(8, 512), torch.zeros(1024, 8), 1.0)) is None
-    assert (slot.rows, slot.columns) == (None, None)
-    assert method.full_sizes(layer, 0) == (1024, 512)
-    assert method.shard_slices(layer, 0) == (slice(0, 1024), slice(0, 512))
