@@ -102,20 +102,13 @@ def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer, seen):
     torch.testing.assert_close(batch["importance_sampling_ratio"][sampled], ratio[sampled], rtol=1e-4, atol=1e-5)
 
 
-class Passing(QeRLGRPOTrainer):
-    """Its loss is the parent's."""
-
-    def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs)
-
-
 NO_CORRECTION = {"vllm_importance_sampling_correction": False}
 
 
 @pytest.mark.parametrize(
     ("trainer_class", "config", "options", "why"),
     [
-        (Passing, None, {}, None),
+        (QeRLGRPOTrainer, None, {}, None),
         (QeRLGRPOTrainer, None, NO_CORRECTION, "vllm_importance_sampling_correction=False"),
         (QeRLRLOOTrainer, QeRLRLOOConfig, {}, "has no importance sampling correction"),
         (QeRLRLOOTrainer, QeRLRLOOConfig, {"aqn_scope": "policy"}, None),

@@ -64,21 +64,6 @@ def test_rollouts_without_finite_values_end_the_run():
                 watch.judge(apart, step, False)
 
 
-@pytest.mark.parametrize("spread", [1e-3, 1.0])
-def test_the_gap_is_zero_for_right_log_probabilities_and_the_error_for_wrong_ones(spread):
-    def of_two_policies(error):
-        generator = torch.Generator().manual_seed(0)
-        q = normal(generator, 2000, 50)
-        p = (q + spread * normal(generator, 2000, 50)).log_softmax(-1)
-        drawn = torch.multinomial(q.softmax(-1), 1, generator=generator)
-        return found(p.gather(-1, drawn), q.log_softmax(-1).gather(-1, drawn) + error)
-
-    right, wrong = of_two_policies(0.0), of_two_policies(0.3)
-    assert abs(right.logp_gap) < MismatchWatch.CERTAIN * right.logp_gap_error
-    assert wrong.logp_gap == pytest.approx(right.logp_gap - 0.3)
-    assert abs(wrong.logp_gap) > MismatchWatch.CERTAIN * wrong.logp_gap_error
-
-
 SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 SAMPLING |= {"generation_kwargs": None, "vllm_structured_outputs_regex": None, "use_vllm": True}
 
@@ -124,11 +109,8 @@ TOKEN = torch.arange(50)
 SAMPLERS = {
     "vllm_structured_outputs_regex": ("[0-9]{4}", lambda q: only(q, TOKEN < 3)),
     "top_k": (20, lambda q: only(q, q >= q.topk(20).values[:, -1:])),
-    "min_p": (0.01, lambda q: only(q, q >= q.amax(-1, keepdim=True) + math.log(0.01))),
     "top_p": (0.9, lambda q: only(q, q >= q.quantile(0.5, dim=-1, keepdim=True))),
-    "structured_outputs": ({"choice": ["a", "b"]}, lambda q: only(q, TOKEN < 2)),
     "bad_words": (["x"], lambda q: only(q, TOKEN != 7)),
-    "min_tokens": (4, lambda q: only(q, TOKEN != 0)),
     "logit_bias": ({3: 5.0}, lambda q: (q + 5.0 * (TOKEN == 3)).log_softmax(-1)),
     "repetition_penalty": (1.3, lambda q: q.where(TOKEN < 25, 1.3 * q).log_softmax(-1)),
 }
@@ -160,11 +142,11 @@ def test_a_sampler_that_leaves_out_or_reweighs_tokens_is_no_fault(setting, caplo
     """trl#3924: the KL to the trainer's whole softmax includes the tokens left out."""
     kl = rollouts_of(setting, spread=0.02)
     assert not caplog.records and min(kl) >= 0
-    if setting in ("vllm_structured_outputs_regex", "structured_outputs", "logit_bias"):
+    if setting in ("vllm_structured_outputs_regex", "logit_bias"):
         assert min(kl) > 0.1, "enough to end a run"
 
 
-@pytest.mark.parametrize("setting", ["top_p", "top_k", "bad_words"])
+@pytest.mark.parametrize("setting", ["top_k", "bad_words"])
 def test_a_stale_adapter_is_found_although_tokens_are_left_out(setting):
     with pytest.raises(RuntimeError, match=r"KL of at least .* stale adapter"):
         rollouts_of(setting, spread=1.0)
