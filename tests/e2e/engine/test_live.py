@@ -1,7 +1,5 @@
-"""One engine for all: shared weights, adapter updates, noise, caches, the probe, and a broken engine."""
+"""One engine for all: shared weights, adapter updates, noise and the probe."""
 
-import resource
-import time
 from unittest import mock
 
 import pytest
@@ -122,18 +120,11 @@ def test_noise_equals_the_trainers_and_sigma_zero_is_no_noise(policy, g):
     assert clean[0] == again[0] and torch.equal(clean[1], again[1]), "sigma 0 is no noise, to the last bit"
 
 
-def test_generate_puts_a_stale_adapter_and_syncs_do_not_grow_memory(policy, g):
+def test_generate_puts_a_stale_adapter(policy, g):
     randomize(policy, 9)
     assert gap(policy, g.llm) > 0.1
     g.generate(PROMPTS, None, 1)
     assert gap(policy, g.llm) < EXACT
-    for seed in range(20):
-        randomize(policy, seed)
-        g.sync_weights()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(200):
-        g.sync_weights()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 * 1024
 
 
 def test_the_probe_finds_a_wrong_engine(policy, g):
@@ -152,23 +143,3 @@ def test_the_probe_finds_a_wrong_engine(policy, g):
             g.run_probe()
     g.sync_weights()
     assert gap(policy, g.llm) < EXACT
-
-
-def dies(*args, **kwargs):
-    raise RuntimeError("EngineCore died")
-
-
-@pytest.mark.parametrize(
-    ("broken", "cause"), [(dies, "EngineCore died"), (lambda *args, **kwargs: time.sleep(20), "rollout_timeout=0.5")]
-)
-def test_a_broken_engine_ends_the_run_with_its_cause(g, monkeypatch, broken, cause):
-    monkeypatch.setattr(g.llm, "generate", broken)
-    monkeypatch.setattr(g.trainer.args, "rollout_timeout", 0.5)
-    with pytest.raises(RolloutError, match=f"{cause}.*resume"):
-        g.generate(PROMPTS, None, 1)
-
-
-def test_a_refused_cache_reset_is_an_error(g, monkeypatch):
-    monkeypatch.setattr(g.llm, "reset_prefix_cache", lambda **_: False)
-    with pytest.raises(RolloutError, match="prefix cache"):
-        g.sync_weights()
