@@ -163,9 +163,6 @@ def test_held_out_problems_are_answered_as_by_transformers(tmp_path):
     assert len(during) == 2 and set(noise) == {(0.0, 0.0)}
     first, second = (log["aqn/sigma_effective"] for log in logs_of(trainer))
     assert first == 0 and second > 0.1  # the rollout after an evaluation is noisy
-    trainer.args.rollout_timeout = 1e-3
-    with pytest.raises(RolloutError, match="rollout_timeout"):
-        measurement.held_out_completions()
 
 
 @pytest.mark.gpu
