@@ -232,38 +232,6 @@ def logs_of(trainer) -> list[dict]:
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
-def check_sleep(folder: Path, share: bool) -> None:
-    """Sleep and wake on a GPU, with a sync meanwhile. vLLM allows one engine per process that can sleep."""
-    from qerl_trl.noise.hooks import NoiseDraw
-
-    # large enough that its bytes stand out from what the allocator rounds and keeps
-    large = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 8, "initializer_range": 0.05}
-    policy = adapter_on(packed(write_model(folder, **large)), adapter_name="student")
-    frozen = sum(p.numel() * p.element_size() for p in policy.parameters() if not p.requires_grad)
-    g = stub_generation(policy, share=share, enable_sleep_mode=True)
-    assert g.engine.asleep
-    randomize(policy, 3)
-    g.sync_weights()
-    g.engine.wake()
-    assert gap(policy, g.llm) < EXACT  # synced while it slept
-    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
-    g.sync_noise()
-    before = greedy(g.llm)
-    torch.cuda.empty_cache()
-    awake = torch.cuda.mem_get_info()[0]
-    g.engine.sleep()
-    freed, cache = torch.cuda.mem_get_info()[0] - awake, MEMORY["kv_cache_memory_bytes"]
-    # shared weights stay where they are, a copy goes to host memory
-    assert 0.9 * cache < freed < cache + 0.5 * frozen if share else freed > 0.9 * (cache + frozen)
-    g.engine.wake()
-    g.engine.reset_prefix_cache()  # with cached prefixes the prefill would have another shape
-    after = greedy(g.llm)
-    assert before[0] == after[0] and torch.equal(before[1], after[1])
-    g.engine.sleep()
-    g.generate(PROMPTS, None, 1)
-    assert g.engine.asleep
-
-
 def _serve(arguments: list[str], environment: dict[str, str], log: Path) -> None:
     os.setsid()
     sys.stdout = sys.stderr = log.open("w", buffering=1)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.utils import WeightsMapper
 
 from qerl_trl.rollout.vllm import loader
-from qerl_trl.rollout.vllm.loader import Renaming, fuse_dense_rows, fused_rows, split_fused, stacked, with_gap
+from qerl_trl.rollout.vllm.loader import Renaming, fuse_dense_rows, fused_rows, with_gap
 
 
 def test_dense_layers_get_one_storage():
@@ -68,12 +68,3 @@ def test_known_names_decide_between_spellings_and_fill_gaps():
     known = {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"}
     assert with_gap("model.layers.0.q_proj", known) == "model.layers.0.self_attn.q_proj"
     assert with_gap("model.q_proj", known) == "model.q_proj", "either could be meant"
-
-
-def test_fused_layers_are_split_and_read_from_a_mapper():
-    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    assert split_fused("0.self_attn.qkv_proj", fused) == [f"0.self_attn.{part}_proj" for part in "qkv"]
-    assert split_fused("0.mlp.down_proj", fused) == ["0.mlp.down_proj"]
-    rules = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".v_proj": (".qkv_proj", "v")}
-    rules |= {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1), "experts.0.w1": ("experts.w13", 0)}
-    assert stacked(WeightsMapper(orig_to_new_stacked=rules)) == fused and stacked(None) == {}
