@@ -57,16 +57,6 @@ def test_letters_in_place():
     assert reward([[{"content": t}] for t in texts], ["ABC"] * 6) == pytest.approx([1, 1, 2 / 3, 2 / 3, 0.5, 0])
 
 
-def test_items_of_the_tool_are_held_out():
-    questions, price = of("tool_call", "questions"), of("tool_call", "price")
-    rows = questions()
-    items = {side: {word for row in rows[side] for word in row["prompt"].split() if word.isupper()} for side in rows}
-    assert not items["train"] & items["test"]
-    row = next(row for row in rows["test"] if "together" in row["prompt"])
-    first, second = (word for word in row["prompt"].split() if word.isupper())
-    assert price(first) + price(second) == int(row["answer"])
-
-
 def test_the_documentation_shows_the_measurements(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
     learning = importlib.import_module("learning")

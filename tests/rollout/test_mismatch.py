@@ -91,15 +91,6 @@ def test_the_gap_of_truncated_sampling_is_within_its_bounds(spread, processed, k
     assert mismatch.sampler(neutral) == "all" and mismatch.gap_bounds(neutral, same=True) == (0.0, 0.0)
 
 
-def test_a_gap_within_the_bounds_of_truncation_is_silent(caplog):
-    bounds = mismatch.gap_bounds(args_with(top_p=0.5), same=True)
-    watch = MismatchWatch(0.1)
-    watch.judge(Mismatch(0.0, -0.3, 0.001, 1.0, 0), 1, False, bounds)  # as much as top_p=0.5 may leave out
-    assert not caplog.records
-    watch.judge(Mismatch(0.0, 0.05, 0.001, 1.0, 0), 2, False, bounds)
-    assert "from exp(-0.6931) to exp(0), as tokens are left out" in caplog.text
-
-
 def only(logps, kept):
     return logps.where(kept, -math.inf).log_softmax(-1)
 

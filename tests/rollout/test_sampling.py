@@ -3,14 +3,13 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from qerl_trl import QeRLGRPOTrainer, Script
-from qerl_trl.rollout.sampling import end_tokens, of_the_model_alone, save_generation_config, settle_ends, stored
+from qerl_trl.rollout.sampling import end_tokens, of_the_model_alone, save_generation_config, stored
 from tests.faults.tiny_runs import call
 
 ASSETS = Path(__file__).resolve().parents[2] / "examples/assets"
@@ -76,26 +75,6 @@ def test_a_completion_ends_at_the_tokens_of_tokenizer_model_and_template(kind, t
     model.generation_config.eos_token_id = ends
     save_generation_config(tmp_path, model, tokenizer)
     assert listed(tmp_path) == expected
-
-
-@pytest.mark.parametrize("use_vllm", [False, True])
-def test_end_tokens_of_generation_kwargs_count_too(use_vllm):
-    """TRL compares with `eos_token_ids`: a completion with another end would count as truncated."""
-    model = nn.Module()
-    model.generation_config = GenerationConfig(eos_token_id=3)
-    model.config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(vocab_size=9))
-    given = {"stop_token_ids": [7]} if use_vllm else {"eos_token_id": 7}
-    trainer = SimpleNamespace(
-        model=model,
-        args=SimpleNamespace(generation_kwargs=given, chat_template_kwargs=None, use_vllm=use_vllm),
-        processing_class=SimpleNamespace(eos_token_id=2, chat_template=None),
-        generation_config=GenerationConfig(eos_token_id=[7]),
-        generation_kwargs=dict(given),
-    )
-    settle_ends(trainer)
-    assert trainer.eos_token_ids == model.generation_config.eos_token_id == [2, 3, 7]
-    if not use_vllm:
-        assert trainer.generation_config.eos_token_id == trainer.generation_kwargs["eos_token_id"] == [2, 3, 7]
 
 
 @pytest.fixture(scope="module")

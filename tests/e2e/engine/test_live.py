@@ -26,14 +26,10 @@ DRAW = NoiseDraw(5e-2, 7, 3, 1)
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Policy, generation, the parameters before the start, and the calls of `precompile`."""
-    from qerl_trl.rollout.vllm import compile_ahead
-
+    """Policy, generation, and the parameters before the start."""
     policy = adapter_on(packed(write_model(tmp_path_factory.mktemp("live"))), rank=6, alpha=18)
     before = {n: p.detach().clone() for n, p in policy.named_parameters()}
-    with mock.patch.object(compile_ahead, "precompile", wraps=compile_ahead.precompile) as precompile:
-        generation = stub_generation(policy)
-    return policy, generation, before, precompile.call_args_list
+    return policy, stub_generation(policy), before
 
 
 @pytest.fixture
@@ -57,14 +53,8 @@ def put_noise(g, draw) -> None:
     g.sync_noise()
 
 
-def test_the_start_compiles_all_kernels_probes_and_leaves_no_trace(started):
-    policy, g, before, (asked,) = started
-    # N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled
-    qkv, o = [256, 128, [128, 64, 64], 16, True, True], [128, 128, [128], 16, False, True]
-    gate_up, down = [512, 128, [256, 256], 16, False, True], [128, 256, [128], 16, False, True]
-    found = [[list(part) if isinstance(part, tuple) else part for part in each] for each in asked.args[0]]
-    assert sorted(found) == sorted([qkv, o, gate_up, down])
-    assert (sorted(asked.kwargs["norms"]), asked.kwargs["dtype"]) == ([128], torch.float32)
+def test_the_start_probes_and_leaves_no_trace(started):
+    policy, g, before = started
     probe = g.probe_result
     assert probe.difference < EXACT and probe.base_difference < EXACT and probe.effect > 0.01
     assert all(torch.equal(before[n], p) for n, p in policy.named_parameters())

@@ -88,15 +88,6 @@ def test_a_mixed_modelopt_folder_with_a_scale_per_shard(mixed):
 # --- from a live trainer; dense, NF4 and whole models: test_training.py ---
 
 
-def test_fp8_layers_of_a_mixed_checkpoint_are_one_copy(mixed):
-    policy = adapter_on(packed(mixed))
-    g = stub_generation(policy)
-    assert gap(policy, g.llm) < EXACT
-    mine, theirs = (m.model.layers[0].self_attn for m in (policy.get_base_model(), model_of(g.llm)))
-    for one, other in ((mine.q_proj, theirs.qkv_proj), (mine.o_proj, theirs.o_proj)):
-        assert one.base_layer.weight.data_ptr() == other.weight.data_ptr()
-
-
 def test_a_copied_base_with_rank_and_alpha_patterns_and_trained_norms(untied):
     patterns = {"rank_pattern": {"o_proj": 20}, "alpha_pattern": {"up_proj": 7}, "modules_to_save": ["input_layernorm"]}
     policy = adapter_on(packed(untied), rank=4, alpha=4, adapter_name="student", **patterns)

@@ -174,16 +174,6 @@ def test_an_entry_of_a_list_means_the_same_layers(entry, kind):
 # --- options ---
 
 
-def test_a_dense_checkpoint_is_packed_except_for_the_head_and_ignored_layers(engine_config):
-    engine, entry, model = engine_side(None), ["model.layers.1"], meta_model("plain")
-    engine_config.additional_config = {"qerl": {"ignore": entry}}
-    converted = NVFP4Config(modules_to_not_convert=entry).linears_to_quantize(model)
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear and name.endswith(("o_proj", "down_proj", "lm_head")):
-            method = engine.get_quant_method(Linear(module.in_features), name)
-            assert (name in converted) is not isinstance(method, DenseMethod), name
-
-
 def test_experts_are_refused_by_name():
     experts = type("RoutedExperts", (torch.nn.Module,), {})()
     with pytest.raises(ValueError, match=r"mlp\.experts is a mixture-of-experts layer.*use_vllm=False"):
