@@ -24,6 +24,14 @@ def base(tiny_model_dir, tiny_tokenizer, tmp_path):
     return folder
 
 
+def test_pefts_preparation_leaves_checkpointing_off(base):
+    model = peft.prepare_model_for_kbit_training(from_pretrained(base))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.model.norm.weight.dtype == torch.float32 and not model.is_gradient_checkpointing
+    model.gradient_checkpointing_enable()  # as a trainer does with gradient_checkpointing=True
+    assert model.is_gradient_checkpointing
+
+
 def stock_trainer(kind, model, tokenizer, folder):
     args = getattr(trl, f"{kind}Config")(output_dir=str(folder), **OPTIONS)
     head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if kind == "Reward" else {}

@@ -15,13 +15,6 @@ from tests.tiny_models import make_tiny_model
 SAME_BASE = "same script, arguments, data and packages"
 
 
-def bound(value):
-    def spread_reward(completions, **kwargs):
-        return [float(sum(text.encode()) % 7) for text in completions] if value else []
-
-    return spread_reward
-
-
 def built(tiny_runs, folder, **options):
     torch.set_num_threads(1)
     return tiny_runs.trainer(folder, **{"save_strategy": "no", "aqn": False, **options})
@@ -67,13 +60,13 @@ def test_a_difference_is_named_in_every_process(what, tiny_runs, older, tmp_path
 
 
 def test_settings_of_one_process_may_differ(tiny_runs, tmp_path):
-    """Logging, the name of the folder with the same base, the device that a reward computes on."""
+    """Logging, and the name of the folder with the same base."""
     copied = shutil.copytree(tiny_runs.model, tmp_path / "copy")
     own = {"run_name": "second", "disable_tqdm": False, "logging_nan_inf_filter": False, "dataloader_num_workers": 1}
 
     def work(rank):
         runs = TinyRuns(copied, tiny_runs.tokenizer) if rank else tiny_runs
-        return trained(runs, tmp_path / "run", **(own if rank else {}), reward=bound(f"cpu:{rank}"))
+        return trained(runs, tmp_path / "run", **(own if rank else {}))
 
     first, second = on_ranks(2, work)
     assert isinstance(first.answer, float) and first.answer == second.answer, first

@@ -163,20 +163,6 @@ def test_a_large_kl_warns_and_ends_the_run_if_it_persists(caplog):
         MismatchWatch(None).judge(kl(value), 1, noisy)
 
 
-@pytest.mark.parametrize(
-    ("mode", "low", "high", "ratio", "fraction"),
-    [
-        ("token_truncate", None, 2.0, [[2.0, 1.0, 0.5, 9.0]], 1 / 3),
-        ("token_truncate", 0.5, 2.0, [[2.0, 1.0, 0.5, 9.0]], 2 / 3),
-        ("token_mask", None, 2.0, [[0.0, 1.0, 0.5, 9.0]], 1 / 3),
-        ("sequence_truncate", None, 2.0, [[2.0]], 1.0),
-    ],
-)
-def test_truncated_fraction_counts_both_ends_of_real_tokens(mode, low, high, ratio, fraction):
-    mask = torch.tensor([[True, True, True, False]])
-    assert mismatch.truncated_fraction(torch.tensor(ratio), mask, mode, low, high) == pytest.approx(fraction)
-
-
 def test_the_mismatch_is_measured_in_batches_of_a_step(tiny_runs, tmp_path, monkeypatch):
     assert mismatch.measure(TRAINER, None, {"completion_mask": torch.ones(1, 4)}) is None, "equal policies"
     small = {"per_device_train_batch_size": 2, "num_generations": 2, "gradient_accumulation_steps": 4}
