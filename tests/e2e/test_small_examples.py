@@ -1,6 +1,5 @@
 """The small examples on a CPU: two steps of each script, the same task as YAML, rewards and games."""
 
-import importlib
 import json
 import os
 import runpy
@@ -49,22 +48,6 @@ def test_python_and_yaml_are_the_same_task(name, monkeypatch):
     for arguments in (ours, theirs):
         arguments["names"] = [f.__name__ for f in (*arguments["reward_funcs"], *arguments.get("tools", ()))]
     assert ours["names"] == theirs["names"]
-
-
-def test_letters_in_place():
-    reward = of("letters", "letters_in_place")
-    texts = ["ABC", " ABC ", "ABD", "AB", "ABCDEF", ""]
-    assert reward([[{"content": t}] for t in texts], ["ABC"] * 6) == pytest.approx([1, 1, 2 / 3, 2 / 3, 0.5, 0])
-
-
-def test_the_documentation_shows_the_measurements(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
-    learning = importlib.import_module("learning")
-    measured = json.loads(learning.EXAMPLES_RESULT.read_text())
-    assert learning.examples_table(measured) in (EXAMPLES / "assets" / "README.md").read_text()
-    assert tuple(measured["runs"]) == NAMES
-    for run in measured["runs"].values():
-        assert run["difference"]["interval95"][0] > 0 and run["after"]["total"] >= 200
 
 
 def test_the_game():

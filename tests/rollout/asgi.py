@@ -22,13 +22,11 @@ class FakeVLLM:
 
     def __init__(self) -> None:
         self.reached: list[str] = []
-        self.bodies: list[bytes] = []
         self.asked: list[tuple] = []
         self.state = SimpleNamespace(engine_client=self, args=SimpleNamespace(ssl_certfile=None, ssl_keyfile=None))
 
     async def __call__(self, scope, receive, send):
         self.reached.append(f"{scope['method']} {scope['path']}")
-        self.bodies.append((await receive()).get("body", b""))
         content = {"data": [{"id": "model"}]} if scope["path"] == "/v1/models" else {}
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(content).encode()})

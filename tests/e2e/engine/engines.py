@@ -1,8 +1,4 @@
-"""Engines, models and trainers for the tests of this folder, without an import of vLLM.
-
-Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5; a missing adapter, noise or
-scale moves them by 0.1 to 10.
-"""
+"""Engines, models and trainers for the tests of this folder, without an import of vLLM."""
 
 import functools
 import json
@@ -37,6 +33,7 @@ if DEVICE == "cpu":
     MEMORY = {"gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 256}
 PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(4)]
 NEW = 12
+#: log-probabilities in float32 differ by about 1e-5; a missing adapter, noise or scale moves them by 0.1 to 10
 EXACT = 1e-4
 _ALIVE = []  # garbage collection of an engine destroys the process groups of all others
 
