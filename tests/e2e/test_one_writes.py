@@ -1,7 +1,4 @@
-"""Of two processes only the first writes and publishes: checkpoints, adapter, exports, `results.json`, card, Hub.
-
-Each process has a working directory of its own with relative paths, so that a file's place names its writer.
-"""
+"""Of two processes only the first writes and publishes. Each works in a folder of its own."""
 
 import json
 import os

@@ -3,8 +3,8 @@
     python -m tests.e2e.engine.architectures [NAME ...]
 
 tries all or some, each in its own process, and writes two cells and the engine's dtype into docs/architectures.json.
-The tests try `REPRESENTATIVES`, or all with QERL_EXHAUSTIVE=1 (ten minutes on two cores). Rollout: the engine passes the
-probe, and with an adapter its greedy log-probabilities are the trainer's. Noise: the same, after its own probe."""
+The tests try `REPRESENTATIVES`, or all with QERL_EXHAUSTIVE=1 (ten minutes on two cores). Rollout: the engine passes
+the probe, and with an adapter its greedy log-probabilities are the trainer's. Noise: the same, after its own probe."""
 
 import os
 
