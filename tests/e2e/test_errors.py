@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 
 from qerl_trl.cli import main as cli
-from qerl_trl.support.recipes import contents
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/grpo_gsm8k.py"
 OURS, LIBRARY = "qerl_trl.some", "trl.some"
 CASES = {
     "bad input": ([OURS], "raise ValueError('x')", 2),
-    "bad state": ([OURS], "raise RuntimeError('x')", 1),
     "a package is missing": ([OURS, LIBRARY], "raise ImportError('x')", 1),
-    "a file is missing": ([OURS], "open('absent')", 1),
-    "another": ([OURS], "{}['x']", None),
-    "an invariant": ([OURS], "assert False", None),
+    "a bug": ([OURS], "{}['x']", None),
     "a library fails": ([OURS, LIBRARY], "raise RuntimeError('x')", None),
     "a reward": ([OURS, "rewards"], "raise ValueError('x')", None),
     "Ctrl-C": ([OURS, LIBRARY], "raise KeyboardInterrupt", 130),
@@ -43,18 +39,6 @@ def test_exit_code(modules, statement, expected):
     assert cli.exit_code(raised(modules, statement)) == expected
 
 
-def test_a_command_shows_the_traceback_of_a_bug(monkeypatch):
-    bug = raised([OURS, "torch"], "import torch; torch.ones(2) @ torch.ones(3)")
-
-    def app() -> None:
-        raise bug
-
-    monkeypatch.setattr(cli, "app", app)
-    with pytest.raises(RuntimeError, match="size") as ended:
-        cli.main()
-    assert ended.value is bug
-
-
 @pytest.fixture(scope="module")
 def example():
     return runpy.run_path(str(ROOT / EXAMPLE))["main"]
@@ -68,7 +52,6 @@ def example():
             "sigma_start=-1.0, sigma_end=0.0005, num_stages=10 is no noise schedule. Pass finite",
         ),
         (["--learning_rat", "1"], "--learning_rat: unknown option in"),
-        (["--num_generations", "1"], "at least 2 generations"),
         (["--model_name_or_path", "./typo"], "./typo is neither a folder here nor a Hub id (user/name)."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -105,12 +88,10 @@ def test_a_model_folder_with_missing_files_is_named(file, message, example, tmp_
     ("content", "message"),
     [
         ("a: [1", "is no YAML of a run or a task: while parsing"),
-        ("a: b: c", "is no YAML of a run or a task: mapping values"),
         ("- a", "is no YAML of a run or a task: it has no fields. Write one `name: value` on each line"),
         ("seed: 1\nlearning_rate: 1.0e-6\nseed: 2", "sets seed twice, in lines 1 and 3"),
-        ("options: {a: 1, a: 2}", "sets a twice, in lines 1 and 1"),
     ],
-    ids=["open", "colons", "list", "twice", "twice-inside"],
+    ids=["open", "list", "twice"],
 )
 def test_an_unreadable_recipe_or_task_is_named(content, message, example, tmp_path):
     (tmp_path / "run.yaml").write_text(content)
@@ -118,8 +99,3 @@ def test_an_unreadable_recipe_or_task_is_named(content, message, example, tmp_pa
         with pytest.raises(ValueError) as caught:
             example([option, str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path / "run")])
         assert f"{tmp_path}/run.yaml {message}" in str(caught.value)
-
-
-def test_a_merged_mapping_may_override(tmp_path):
-    (tmp_path / "run.yaml").write_text("a: &a {seed: 1}\nb: {<<: *a, seed: 2}")
-    assert contents(tmp_path / "run.yaml")["b"] == {"seed": 2}

@@ -81,13 +81,3 @@ def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, warm_t
     assert all(left[name].equal(right[name]) for name in left)
     ours, theirs = (json.loads((folder / "results.json").read_text()) for folder in (output, twin))
     assert ours["after"] == theirs["after"]
-
-
-@pytest.mark.slow
-def test_a_control_arm_by_one_option(warm_training, tmp_path):
-    words = command(tmp_path / "run", base_format="full", max_steps=2, save_steps=2)
-    said = said_by(warm_training.run(words, ROOT, environment()))
-    assert "qerl-trl push model " in said
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["arm"]["base_format"] == "full"
-    assert any("aqn/sigma" in entry for entry in results["log_history"])

@@ -7,23 +7,10 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from qerl_trl.checkpoint import seal, settings
-from tests.faults.tiny_runs import PROMPTS, TinyRuns, spread_reward
+from qerl_trl.checkpoint import seal
+from tests.faults.tiny_runs import TinyRuns
 from tests.ranks import on_ranks
 from tests.tiny_models import make_tiny_model
-
-SAME_BASE = "same script, arguments, data and packages"
-
-
-def second_reward(completions, **kwargs):
-    return [float(len(text)) for text in completions]
-
-
-def bound(value):
-    def spread_reward(completions, **kwargs):
-        return [float(sum(text.encode()) % 7) for text in completions] if value else []
-
-    return spread_reward
 
 
 def built(tiny_runs, folder, **options):
@@ -36,11 +23,6 @@ def trained(tiny_runs, folder, **options):
     trainer = built(tiny_runs, folder, **options)
     trainer.train()
     return float(sum(p.detach().double().abs().sum() for p in trainer.model.parameters() if p.requires_grad))
-
-
-def other_packages():
-    found = settings.versions()
-    settings.versions = lambda: {**found, "trl": "0.0.1"}  # in this process, which is forked for one test
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +38,7 @@ def older(tiny_runs, tmp_path_factory):
 #: options of the second process -> the setting that both processes name
 DIFFERENT = {
     "data": ({"dataset": Dataset.from_dict({"prompt": ["say red ", "say blue "] * 8})}, "dataset_sha256: "),
-    "noise": ({"aqn": True}, "aqn: False and True"),
     "optimizer": ({"weight_decay": 0.5}, "weight_decay: None and 0.5"),
-    "steps": ({"max_steps": 3}, "max_steps: 2 and 3"),
-    "rewards": ({"reward": [spread_reward, second_reward]}, "rewards: ["),
-    "packages": (None, "versions: "),
     "base": (None, "base_sha256: "),
 }
 
@@ -70,25 +48,21 @@ def test_a_difference_is_named_in_every_process(what, tiny_runs, older, tmp_path
     other, named = DIFFERENT[what]
 
     def work(rank):
-        if rank and what == "packages":
-            other_packages()
         return trained(older if rank and what == "base" else tiny_runs, tmp_path, **((rank and other) or {}))
 
     for outcome in on_ranks(2, work):
-        assert outcome.code == 0 and outcome.answer.startswith(
-            "ValueError: Process 0 and process 1 do not run the same training"
-        ), outcome
-        assert named in outcome.answer and f"Start every process with the {SAME_BASE}" in outcome.answer
+        assert "Process 0 and process 1 do not run the same training" in outcome.answer and outcome.code == 0, outcome
+        assert named in outcome.answer and "Start every process with the same script" in outcome.answer
 
 
 def test_settings_of_one_process_may_differ(tiny_runs, tmp_path):
-    """Logging, the name of the folder with the same base, the device that a reward computes on."""
+    """Logging, and the name of the folder with the same base."""
     copied = shutil.copytree(tiny_runs.model, tmp_path / "copy")
     own = {"run_name": "second", "disable_tqdm": False, "logging_nan_inf_filter": False, "dataloader_num_workers": 1}
 
     def work(rank):
         runs = TinyRuns(copied, tiny_runs.tokenizer) if rank else tiny_runs
-        return trained(runs, tmp_path / "run", **(own if rank else {}), reward=bound(f"cpu:{rank}"))
+        return trained(runs, tmp_path / "run", **(own if rank else {}))
 
     first, second = on_ranks(2, work)
     assert isinstance(first.answer, float) and first.answer == second.answer, first
@@ -97,8 +71,7 @@ def test_settings_of_one_process_may_differ(tiny_runs, tmp_path):
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["as found", "True"])
-def test_a_checkpoint_on_one_machine_only_is_named(how, tiny_runs, tmp_path):
+def test_a_checkpoint_on_one_machine_only_is_named(tiny_runs, tmp_path):
     """Both machines name the same folder, each on its own disk, and only the first one has the checkpoint."""
     saving = {"save_strategy": "steps", "save_steps": 2}
     on_ranks(2, lambda rank: trained(tiny_runs, tmp_path / "0", **saving))
@@ -106,12 +79,11 @@ def test_a_checkpoint_on_one_machine_only_is_named(how, tiny_runs, tmp_path):
 
     def work(rank):
         trainer = built(tiny_runs, tmp_path / str(rank), **saving, max_steps=4)
-        trainer.train(resume_from_checkpoint=trainer.to_resume() if how == "as found" else True)
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
 
     first, second = on_ranks(2, work)
     assert "resumes from: 'checkpoint-2' and None" in first.answer
-    assert "an output_dir that all of them see" in first.answer
-    assert ("resume_from_checkpoint=True" if how == "True" else "resumes from: 'checkpoint-2'") in second.answer
+    assert "an output_dir that all of them see" in first.answer and "resumes from: 'checkpoint-2'" in second.answer
     for outcome in on_ranks(2, lambda rank: trained(tiny_runs, tmp_path / "0", **saving, seed=3)):
         assert "seed: 42 then, 3 now" in outcome.answer and "do not run the same" not in outcome.answer
 
@@ -140,50 +112,25 @@ def test_three_processes_resume_bit_for_bit(base_format, tiny_runs, tmp_path):
 
 
 class Asks(TrainerCallback):
-    """In one process, at one event after the second step."""
+    """In one process, after the second step."""
 
-    def __init__(self, rank: int, name: str, event: str) -> None:
-        def ask(args, state, control, **kwargs):
-            if rank == 1 and state.global_step == 2:
-                setattr(control, name, True)
-                if event != "on_log":
-                    self.trainer.log({"of_one_process": 1.0})  # the others do not wait for it
+    def __init__(self, rank: int, name: str) -> None:
+        self.rank, self.name = rank, name
 
-        setattr(self, event, ask)
-
-
-class Evaluates(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_evaluate = state.global_step % 2 == 0
+        if self.rank == 1 and state.global_step == 2:
+            setattr(control, self.name, True)
 
 
-@pytest.mark.parametrize(
-    ("event", "name"),
-    [
-        ("on_step_end", "should_training_stop"),
-        ("on_step_end", "should_save"),
-        ("on_log", "should_training_stop"),
-        ("on_evaluate", "should_training_stop"),
-        ("on_save", "should_training_stop"),
-    ],
-)
-def test_a_request_of_one_process_applies_to_all(event, name, tiny_runs, tmp_path):
-    """A save after the step, a stop at any of its events."""
+@pytest.mark.parametrize("name", ["should_training_stop", "should_save"])
+def test_a_request_of_one_process_applies_to_all(name, tiny_runs, tmp_path):
 
     def work(rank):
-        save_every = {"on_save": {"save_strategy": "steps", "save_steps": 1}}
-        trainer = built(tiny_runs, tmp_path / "run", max_steps=4, logging_steps=1, **save_every.get(event, {}))
-        trainer.eval_dataset = PROMPTS.select(range(4))
-        if event == "on_evaluate":
-            trainer.add_callback(Evaluates())
-        trainer.add_callback(asks := Asks(rank, name, event))
-        asks.trainer = trainer
+        trainer = built(tiny_runs, tmp_path / "run", max_steps=4, logging_steps=1)
+        trainer.add_callback(Asks(rank, name))
         trainer.train()
-        return trainer.state.global_step, sum("eval_loss" in log for log in trainer.state.log_history)
+        return trainer.state.global_step
 
     first, second = on_ranks(2, work)
-    steps = 2 if name == "should_training_stop" else 4
-    evaluated = steps // 2 if event == "on_evaluate" else 0
-    assert first.answer == second.answer == (steps, evaluated), first
-    saved = name == "should_save" or event == "on_save"
-    assert (seal.last_checkpoint(tmp_path / "run") is not None) == saved
+    assert first.answer == second.answer == (2 if name == "should_training_stop" else 4), first
+    assert (seal.last_checkpoint(tmp_path / "run") is not None) == (name == "should_save")

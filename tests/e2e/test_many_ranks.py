@@ -133,10 +133,8 @@ def test_the_launcher_ends_all_when_one_is_killed(tmp_path):
     config = Path(__file__).parents[2] / "examples" / "accelerate" / "data_parallel_2.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launch, str(tmp_path / "dying.py"), str(tmp_path)],
-        env=environment, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    command = [*launch, str(tmp_path / "dying.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     took = time.time() - float((tmp_path / "end").read_text())
     assert done.returncode not in (0, None) and took < 20, done.stderr
     assert "exitcode  : -9" in done.stderr

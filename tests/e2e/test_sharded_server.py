@@ -1,7 +1,6 @@
 """Server mode under FSDP 2: two processes with a sharded trainer, of which only the first knows the server.
 
-The server is a stand-in over a copy of the model from before the sharding: a half-gathered adapter, a lost update or
-other noise fails the checks of a real engine; a collective operation in one process only ends in the time limit.
+The server is a stand-in over a copy of the model from before the sharding.
 """
 
 import os
@@ -11,14 +10,11 @@ import pytest
 import torch
 
 from qerl_trl.rollout import server
-from qerl_trl.rollout.engine import Completion, Sampling
 from qerl_trl.rollout.spec import LOGPROBS_MODE
 from qerl_trl.support.names import full_tensor, is_sharded
 from tests.e2e.sharding import FSDP, as_accelerators
 from tests.faults.stand_in import StandIn
 from tests.ranks import on_ranks
-
-PROMPTS = [[10 + i, 20, 30, 40] for i in range(3)]
 
 
 class StandInServer(server.ServerEngine):
@@ -48,13 +44,6 @@ class StandInServer(server.ServerEngine):
         """Nothing is open."""
 
 
-@torch.no_grad()
-def logps_of(model, completions):
-    ids = torch.tensor([prompt + c.tokens for prompt, c in zip(PROMPTS, completions, strict=True)])
-    logits = model.eval()(input_ids=ids, use_cache=False).logits[:, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
-    return logits.gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1)
-
-
 def test_one_connection_updates_and_serves_both_processes(tiny_runs, tmp_path):
     def work(rank):
         torch.set_num_threads(1)
@@ -70,10 +59,6 @@ def test_one_connection_updates_and_serves_both_processes(tiny_runs, tmp_path):
         assert generation.noise_result.difference < 1e-4 or rank
         assert type(generation.engine).__name__ == ("RankWithoutEngine" if rank else "StandInServer")
         assert rank or generation.engine.puts >= 4, "the probe's, and one for each step"
-        completions = generation.complete(PROMPTS[: 3 - rank], Sampling(5))  # another number in each process
-        padded = completions + [Completion([2] * 5, [0.0] * 5)] * rank  # a forward of both: it gathers
-        logps = logps_of(model, padded)[: 3 - rank]
-        assert (logps - torch.tensor([c.logps for c in completions])).abs().max() < 1e-4
         clean, noisy = (log for log in trainer.state.log_history if "loss" in log)
         assert clean["sampling/sampling_logp_difference/max"] < 1e-3 and clean["aqn/sigma"] == 0 < noisy["aqn/sigma"]
         if not rank:  # known only with an engine

@@ -1,19 +1,14 @@
 """The small examples on a CPU: two steps of each script, the same task as YAML, rewards and games."""
 
-import importlib
 import json
 import os
-import re
 import runpy
-from math import prod
 from pathlib import Path
 
 import pytest
-import yaml
 
 from qerl_trl.tasks.grading import function_named
 from qerl_trl.tasks.task import Task
-from tests.faults.tiny_runs import call
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ("letters", "tool_call", "grid_game")
@@ -55,47 +50,6 @@ def test_python_and_yaml_are_the_same_task(name, monkeypatch):
     assert ours["names"] == theirs["names"]
 
 
-@pytest.mark.parametrize("name", ["tool_call", "grid_game"])
-def test_half_a_conversation_is_not_graded(name):
-    code, _, err = call("eval", EXAMPLES / "assets" / "tiny-tasks", "--task", name)
-    assert code == 2 and "tools, an environment" in err and "training loop" in err
-
-
-def test_letters_in_place():
-    reward = of("letters", "letters_in_place")
-    texts = ["ABC", " ABC ", "ABD", "AB", "ABCDEF", ""]
-    assert reward([[{"content": t}] for t in texts], ["ABC"] * 6) == pytest.approx([1, 1, 2 / 3, 2 / 3, 0.5, 0])
-
-
-def test_items_of_the_tool_are_held_out():
-    questions, price = of("tool_call", "questions"), of("tool_call", "price")
-    rows = questions()
-    items = {side: {word for row in rows[side] for word in row["prompt"].split() if word.isupper()} for side in rows}
-    assert not items["train"] & items["test"]
-    row = next(row for row in rows["test"] if "together" in row["prompt"])
-    first, second = (word for word in row["prompt"].split() if word.isupper())
-    assert price(first) + price(second) == int(row["answer"])
-
-
-def test_the_documentation_shows_the_measurements(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
-    learning = importlib.import_module("learning")
-    measured = json.loads(learning.EXAMPLES_RESULT.read_text())
-    assert learning.examples_table(measured) in (EXAMPLES / "assets" / "README.md").read_text()
-    assert tuple(measured["runs"]) == NAMES
-    for run in measured["runs"].values():
-        assert run["difference"]["interval95"][0] > 0 and run["after"]["total"] >= 200
-
-
-def test_the_reward_of_tool_call_counts_lookups():
-    def said(*items):
-        calls = [{"function": {"name": "price", "arguments": {"item": item}}} for item in items]
-        return [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "3"}]
-
-    completions = [said("A", "B"), said("A"), said("A", "A"), said("C"), [{"role": "assistant", "content": "#### 3"}]]
-    assert of("tool_call", "looked_up")(completions, items=[["A", "B"]] * 5) == [1, 0.5, 0.5, 0, 0]
-
-
 def test_the_game():
     game = of("grid_game", "Treasure")()
     assert game.reset(treasure=[2, 0], pit=[1, 1], prompt="") == " Treasure: 2 right. Pit: 1 down, 1 right."
@@ -107,35 +61,6 @@ def test_the_game():
     game.reset(treasure=[0, -2], pit=[0, -1])  # a new game
     assert not game.over and game.get_reward() == 0
     assert [game.move("up"), game.move("up")] == ["You fell.", "The game is over."] and game.get_reward() == 0
-
-
-def test_games_can_be_won_and_positions_are_held_out(monkeypatch):
-    """Of each game within the turns of the recipe; no step changes the distance of treasure and pit."""
-    monkeypatch.syspath_prepend(EXAMPLES / "assets")
-    games, path, game = of("grid_game", "games")(), of("assets/pretrain_tasks", "path"), of("grid_game", "Treasure")()
-    turns = yaml.safe_load((EXAMPLES / "configs" / "grid_game.yaml").read_text())["max_tool_calling_iterations"]
-
-    def apart(treasure, pit) -> tuple[int, int]:
-        return pit[0] - treasure[0], pit[1] - treasure[1]
-
-    sides = {side: {apart(row["treasure"], row["pit"]) for row in rows} for side, rows in games.items()}
-    assert len(games["test"]) >= 200 and not sides["train"] & sides["test"]
-    for row in games["train"] + games["test"]:
-        game.reset(**row)
-        walk = path(row["treasure"], row["pit"])
-        for direction in walk:
-            assert apart(game.treasure, game.pit) == apart(row["treasure"], row["pit"])
-            ended = game.move(direction)
-        assert ended == "You found it." and len(walk) <= turns
-
-
-def test_products_are_held_out_in_both_orders():
-    rows = of("products", "products")()
-    numbers = {side: [tuple(re.findall(r"\d", row["prompt"])[:2]) for row in rows[side]] for side in rows}
-    factors = {side: set(map(tuple, map(sorted, pairs))) for side, pairs in numbers.items()}
-    assert (len(rows["train"]), len(rows["test"])) == (41, 40) and not factors["train"] & factors["test"]
-    for pair, row in zip(numbers["test"], rows["test"], strict=True):
-        assert prod(map(int, pair)) == int(row["answer"])
 
 
 @pytest.mark.parametrize(

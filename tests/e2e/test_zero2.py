@@ -1,7 +1,6 @@
 """DeepSpeed ZeRO-2: two processes with half of the optimizer each train, save and export like plain data parallelism.
 
-Run by `make zero2`, in an environment with deepspeed, with the settings of examples/accelerate/zero2_2.yaml, and in
-float32, for a close comparison. One pair of processes does everything but the failures.
+Run by `make zero2`, with the settings of examples/accelerate/zero2_2.yaml, and in float32 for a close comparison.
 """
 
 import os
@@ -13,13 +12,11 @@ import torch
 from accelerate.commands import launch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, training_args
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish.load import load_policy
 from tests.e2e.sharding import TRAINING, close, logits, trained
-from tests.faults.tiny_runs import WEIGHTS
 from tests.ranks import on_ranks
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -28,7 +25,6 @@ deepspeed = pytest.importorskip("deepspeed")
 SHIPPED = Path(__file__).parents[2] / "examples/accelerate/zero2_2.yaml"
 #: with use_cpu accelerate finds gloo by itself, but leaves DeepSpeed out
 ON_CPU = {"use_cpu": False, "ddp_backend": "gloo"}
-STEPS = {"save_steps": 1, "max_steps": 2, **ON_CPU}
 
 
 def launched() -> dict[str, str]:
@@ -138,25 +134,14 @@ def test_saved_files_give_the_same_logits_in_one_process(both):
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_in_bf16_the_trained_adapter_is_saved(both):
-    (first, second), folder = both
-    close(first["bf16"]["trained"], second["bf16"]["trained"], rtol=0, atol=0)
-    saved = load_file(folder / "bf16" / WEIGHTS)
-    kept = {name.replace(".default", ""): tensor for name, tensor in first["bf16"]["trained"].items()}
-    close(saved, kept, rtol=0, atol=0)
-    away = [(kept[name] - tensor).abs().max() for name, tensor in load_file(folder / "float32" / WEIGHTS).items()]
-    assert max(away) < 0.01  # it has the learning rate 0.001
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_non_finite_value_in_one_process_ends_both(what, precision, tiny_runs, tmp_path):
+def test_a_non_finite_value_in_one_process_ends_both(what, tiny_runs, tmp_path):
     """DeepSpeed's backward pass takes the step too, and skips it if a gradient is not finite."""
     run = tmp_path / "run"
 
     def failing(rank):
-        as_launched(**({"ACCELERATE_MIXED_PRECISION": "no"} if precision == "float32" else {}))
-        trainer = tiny_runs.trainer(run, **STEPS, bf16=precision == "bf16")
+        as_launched()
+        trainer = tiny_runs.trainer(run, save_steps=1, max_steps=2, bf16=True, **ON_CPU)
         compute = trainer._compute_loss
 
         def wrong(*args):

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import httpx
@@ -21,54 +20,44 @@ KEY = "a secret of the tests, long enough"
 class FakeVLLM:
     """Answers every path with 200; `reached` and `bodies` are its requests, `asked` the calls of its engine."""
 
-    def __init__(self, answer: Any = None) -> None:
+    def __init__(self) -> None:
         self.reached: list[str] = []
-        self.bodies: list[bytes] = []
         self.asked: list[tuple] = []
-        self.answer = answer
         self.state = SimpleNamespace(engine_client=self, args=SimpleNamespace(ssl_certfile=None, ssl_keyfile=None))
 
     async def __call__(self, scope, receive, send):
         self.reached.append(f"{scope['method']} {scope['path']}")
-        self.bodies.append((await receive()).get("body", b""))
         content = {"data": [{"id": "model"}]} if scope["path"] == "/v1/models" else {}
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
     async def collective_rpc(self, method, timeout, args):
         self.asked.append((method, *args))
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return [{"run": "1"}] if self.answer is None else self.answer
+        return [{"run": "1"}]
 
     async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.asked.append(("reset",))
         return True
 
 
-def guarded(app, key: str = KEY, **environment: str):
+def guarded(app):
     """qerl-trl's endpoint in front of `app`."""
     pytest.importorskip("vllm")
     from qerl_trl.rollout.vllm.worker import RolloutEndpoint
 
-    with mock.patch.dict("os.environ", {SECRET: key, **environment}):
+    with mock.patch.dict("os.environ", {SECRET: KEY}):
         return RolloutEndpoint(app)
 
 
-def ask(endpoint, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, parts: int = 1):
-    """Status and content of an answer; the body comes in `parts`."""
+def ask(endpoint, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None):
+    """Status and content of an answer."""
 
     async def app(scope, receive, send):
         await endpoint(scope | {"app": getattr(endpoint, "app", None)}, receive, send)
 
-    async def chunks():
-        size = -(-len(body) // parts) or 1
-        for start in range(0, len(body), size):
-            yield body[start : start + size]
-
     async def request():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-            return await client.request(method, path, content=chunks(), headers=headers)
+            return await client.request(method, path, content=body, headers=headers)
 
     response = asyncio.run(request())
     return response.status_code, json.loads(response.content or "null")

@@ -74,48 +74,13 @@ def test_without_a_difference_nothing_more_is_computed(make_trainer, options):
     assert not logged(trainer, RATIO)
 
 
-def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer, seen):
-    """A rollout function that returns no log-probabilities, and marks tokens that the model did not sample."""
-
-    def rollout(prompts, trainer):
-        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        first, _ = trainer._generate_single_turn(prompt_ids, None, {}, 4)
-        longer = [ids + turn + [7, 8] for ids, turn in zip(prompt_ids, first, strict=True)]
-        second, _ = trainer._generate_single_turn(longer, None, {}, 1)
-        turns = list(zip(first, second, strict=True))
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": [[*a, 7, 8, *b] for a, b in turns],
-            "env_mask": [[1] * len(a) + [0, 0] + [1] * len(b) for a, b in turns],
-            "logprobs": None,
-        }
-
-    trainer = make_trainer(**NOISE)
-    trainer.rollout_func = rollout
-    trainer.train()
-    ((batch, noisy, clean),) = seen
-    sampled = (batch["completion_mask"] * batch["tool_mask"]).bool()
-    given = (batch["completion_mask"] * (1 - batch["tool_mask"])).bool()
-    ratio = (clean - noisy).exp().clamp(max=trainer.vllm_importance_sampling_clip_max)
-    assert given.sum() == 16
-    assert batch["importance_sampling_ratio"][given].eq(1).all()
-    torch.testing.assert_close(batch["importance_sampling_ratio"][sampled], ratio[sampled], rtol=1e-4, atol=1e-5)
-
-
-class Passing(QeRLGRPOTrainer):
-    """Its loss is the parent's."""
-
-    def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs)
-
-
 NO_CORRECTION = {"vllm_importance_sampling_correction": False}
 
 
 @pytest.mark.parametrize(
     ("trainer_class", "config", "options", "why"),
     [
-        (Passing, None, {}, None),
+        (QeRLGRPOTrainer, None, {}, None),
         (QeRLGRPOTrainer, None, NO_CORRECTION, "vllm_importance_sampling_correction=False"),
         (QeRLRLOOTrainer, QeRLRLOOConfig, {}, "has no importance sampling correction"),
         (QeRLRLOOTrainer, QeRLRLOOConfig, {"aqn_scope": "policy"}, None),

@@ -50,33 +50,3 @@ def test_rounded_has_the_bits_of_a_copy_and_finds_values_that_are_not_finite(dty
     assert engine.rounded(parts, factors, like)[1].tolist() == [True, False, True, False, True, False]
     named = {"a": parts[0], "b": parts[1], "c": parts[3], "d": parts[2]}
     assert engine.not_finite(named.items()) == ["b", "c"] and engine.not_finite([]) == []
-
-
-@pytest.mark.gpu
-def test_a_gpu_sums_all_tensors_in_one_launch():
-    tensors = [torch.randn(shape, device="cuda").bfloat16() for shape in [(32, 3584)] * 300]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = engine.all_bits(tensors)
-        torch.cuda.synchronize()
-    assert found.tolist() == [int(engine.bits(t)) for t in tensors]
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [event.name for event in events if "Mem" not in event.name]
-    assert kernels.count("sums_kernel") == 1 and len(kernels) < 5
-
-
-def test_every_sum_kernel_of_an_engine_is_launched_ahead(monkeypatch):
-    kernels = pytest.importorskip("qerl_nvfp4.sums")
-    launched = set()
-
-    def launch(kernel, table, found, *arguments, **constants):
-        launched.add((kernel.__name__, *sorted((k, str(v)) for k, v in constants.items())))
-
-    monkeypatch.setattr(kernels, "_launch", launch)
-    engine.launch_each(torch.bfloat16)
-    ahead = set(launched)
-    launched.clear()
-    monkeypatch.setattr(engine, "_launches", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    engine.all_bits([torch.zeros(64, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32)])
-    engine.rounded([torch.zeros(64)], [2.0], torch.zeros(1, dtype=torch.bfloat16))
-    assert launched == ahead

@@ -140,9 +140,7 @@ def exchanged(adapter):
 FAULTS = {
     "lost": kept(lambda name: False),
     "doubled": scaled(2.0),
-    "halved": scaled(0.5),
     "half of the layers lost": kept(lambda name: int(name.split(".")[2]) % 2 == 0),
-    "MLPs lost": kept(lambda name: ".mlp." not in name),
     "attention lost": kept(lambda name: ".self_attn." not in name),
     "k and v exchanged": exchanged,
 }
@@ -175,25 +173,14 @@ def test_a_dense_base_passes_and_constant_logits_are_undecided(dense):
     assert result.undecided and result.fault is None and "undecided" in str(result)
 
 
-def test_prompts_are_those_of_the_run_from_shortly_before_they_differ():
-    system = list(range(100, 200))
-    texts = [[*system, i, *range(30)] for i in range(20)] + [[1, 2]]
-    found = probing.prompts_of(texts, 500, 256)
-    assert len(found) == probing.PROMPTS and len({len(prompt) for prompt in found}) == 1
-    assert len({tuple(prompt) for prompt in found}) == probing.PROMPTS and found[0][:16] == system[-16:]
-    assert all(len(prompt) == 16 for prompt in probing.prompts_of([[1, 2]] * 20, 500, 256))  # too short: random tokens
-    assert {len(prompt) for prompt in probing.prompts_of(texts, 500, 40)} == {40 - probing._NEW_TOKENS}
-
-
-@pytest.mark.parametrize("autocast", [None, "plain", "accelerate"])
+@pytest.mark.parametrize("autocast", [None, "accelerate"])
 @pytest.mark.parametrize("packed", [True, False], ids=["nvfp4", "dense"])
 def test_the_other_arithmetic_is_float32_of_the_same_model(dense, packed, autocast):
-    """As its float32 copy computes, also under autocast, by itself or as Accelerate leaves it on float32 weights."""
+    """As its float32 copy computes, also under autocast as Accelerate leaves it on float32 weights."""
     model = (quantized(dense) if packed else copy.deepcopy(dense)).eval()
-    if autocast == "accelerate":
+    if autocast:
         model.float()
         model._original_forward = model.forward
-    if autocast:
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     ids = torch.randint(0, 128, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

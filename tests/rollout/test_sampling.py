@@ -3,32 +3,23 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from qerl_trl import QeRLGRPOTrainer, Script
-from qerl_trl.rollout.sampling import end_tokens, of_the_model_alone, save_generation_config, settle_ends, stored
+from qerl_trl.rollout.sampling import end_tokens, of_the_model_alone, save_generation_config, stored
 from tests.faults.tiny_runs import call
 
 ASSETS = Path(__file__).resolve().parents[2] / "examples/assets"
 
 
-@pytest.mark.parametrize(
-    "children", [(), ("module",), ("_fsdp_wrapped_module",), ("_orig_mod", "_fsdp_wrapped_module")]
-)
-def test_generation_config_is_ignored_inside_any_wrapper(children):
-    """FSDP 1 leaves its wrapper, which has no generation_config, in `trainer.model`."""
-    model = nn.Linear(2, 2)
+def test_generation_config_is_ignored_inside_a_wrapper():
+    model, wrapped = nn.Linear(2, 2), nn.Module()
     model.generation_config = own = GenerationConfig(min_p=0.5, eos_token_id=3)
-    wrapped = model
-    for child in children:
-        outer = nn.Module()
-        outer.add_module(child, wrapped)
-        wrapped = outer
-    with of_the_model_alone(wrapped), of_the_model_alone(SimpleNamespace(training=True)):
+    wrapped.add_module("module", model)
+    with of_the_model_alone(wrapped):
         assert (model.generation_config.min_p, model.generation_config.eos_token_id) == (None, 3)
     assert model.generation_config is own and own.min_p == 0.5
 
@@ -39,22 +30,14 @@ ABSENT = object()
 START, END, TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"  # 1, 2 and 0 of the embedded tokenizers
 CHATML = None  # their own template
 PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-SPACED = "{% for m in messages %}[{{ m['content'] }}] {{ m['content'] }} <|im_end|>\n<|endoftext|>{% endfor %}"
-THINKING = "{% for m in messages %}{{ m['content'] + ('<|im_end|>' if thinking else '<|endoftext|>') }}{% endfor %}"
 STRICT = "{{ raise_exception('only tools') }}"
 #: end tokens of tokenizer, generation_config.json and config.json; chat template; expected end tokens
 KINDS = {
     "Qwen, instruct": (END, [2, 0], 2, CHATML, {0, 2}),
     "Qwen, base": (TEXT, 0, 0, CHATML, {0, 2}),
-    "another in the tokenizer": (END, 500, 500, CHATML, {2, 500}),
     "no generation_config.json": (END, ABSENT, [500, 0], CHATML, {0, 2, 500}),
-    "none in generation_config.json": (END, None, 500, CHATML, {2, 500}),
-    "an older config.json": (END, [2, 0], 500, CHATML, {0, 2}),
-    "only in the template": (None, None, None, CHATML, {2}),
     "another in the template": (START, 500, 500, CHATML, {1, 2, 500}),
     "a template that ends with text": (TEXT, 0, 0, PLAIN, {0}),
-    "a template with a blank before the end": (TEXT, 500, 500, SPACED, {0, 2, 500}),
-    "a template with an option": (TEXT, 0, 0, THINKING, {0, 2}),
     "a template that refuses the messages": (TEXT, 0, 0, STRICT, {0}),
     "no template": (TEXT, 0, 0, "", {0}),
     "an id outside of the vocabulary": (END, [2, 9999], 2, CHATML, {2}),
@@ -83,39 +66,15 @@ def listed(folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_completion_ends_at_the_tokens_of_tokenizer_model_and_template(kind, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr("qerl_trl.rollout.sampling.logger.info", lambda text, *args: said.append(text % args))
+def test_a_completion_ends_at_the_tokens_of_tokenizer_model_and_template(kind, tmp_path):
     *given, expected = KINDS[kind]
     folder = base(tmp_path / "base", *given)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), stored(folder, AutoConfig.from_pretrained(folder))
-    ends = end_tokens(model, tokenizer, **{"thinking": True} if "option" in kind else {})
+    ends = end_tokens(model, tokenizer)
     assert set(ends) == expected and len(ends) == len(expected)
-    if kind.startswith("Qwen"):
-        assert [END in line for line in said] == [True] * (kind == "Qwen, base")
     model.generation_config.eos_token_id = ends
     save_generation_config(tmp_path, model, tokenizer)
     assert listed(tmp_path) == expected
-
-
-@pytest.mark.parametrize("use_vllm", [False, True])
-def test_end_tokens_of_generation_kwargs_count_too(use_vllm):
-    """TRL compares with `eos_token_ids`: a completion with another end would count as truncated."""
-    model = nn.Module()
-    model.generation_config = GenerationConfig(eos_token_id=3)
-    model.config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(vocab_size=9))
-    given = {"stop_token_ids": [7]} if use_vllm else {"eos_token_id": 7}
-    trainer = SimpleNamespace(
-        model=model,
-        args=SimpleNamespace(generation_kwargs=given, chat_template_kwargs=None, use_vllm=use_vllm),
-        processing_class=SimpleNamespace(eos_token_id=2, chat_template=None),
-        generation_config=GenerationConfig(eos_token_id=[7]),
-        generation_kwargs=dict(given),
-    )
-    settle_ends(trainer)
-    assert trainer.eos_token_ids == model.generation_config.eos_token_id == [2, 3, 7]
-    if not use_vllm:
-        assert trainer.generation_config.eos_token_id == trainer.generation_kwargs["eos_token_id"] == [2, 3, 7]
 
 
 @pytest.fixture(scope="module")

@@ -39,20 +39,6 @@ from tests.update.models import (
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_compiler")]
 
 
-def test_of_two_processes_one_compiles(tmp_path, monkeypatch):
-    """Inductor's own code, with an empty cache. First in this file: a process forked after FSDP hangs."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def work(rank: int):
-        torch.set_num_threads(1)
-        model = small(layers=1)
-        warm_up(compile_layers(model), model, 2, 64)
-        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], graphs()
-
-    # forward and backward of two graphs: the layer, and the norm after it
-    assert sorted(outcome.answer for outcome in on_ranks(2, work, 300)) == [(0, 4, 2), (4, 0, 2)]
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
 def test_values_and_gradients_are_those_of_eager(family):
     model = small(family)

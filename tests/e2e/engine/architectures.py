@@ -3,15 +3,8 @@
     python -m tests.e2e.engine.architectures [NAME ...]
 
 tries all or some, each in its own process, and writes two cells and the engine's dtype into docs/architectures.json.
-All take about ten minutes on two cores, so the tests try `REPRESENTATIVES`, or all with QERL_EXHAUSTIVE=1. vLLM imports
-torchvision for multimodal models and Qwen3.5, and mistral_common for LLaVA and Mistral 3.
-
-    rollout         the engine starts on the trainer's weights and passes the probe; with an adapter its greedy
-                    log-probabilities are the trainer's
-    rollout noise   the same under noise, after its probe; without noise they have the same bits as before
-
-Models compute in float32, except for a few, so that only rounding differs.
-"""
+The tests try `REPRESENTATIVES`, or all with QERL_EXHAUSTIVE=1 (ten minutes on two cores). Rollout: the engine passes
+the probe, and with an adapter its greedy log-probabilities are the trainer's. Noise: the same, after its own probe."""
 
 import os
 
@@ -54,7 +47,7 @@ NEW = 8
 DRAW = NoiseDraw(0.05, seed=7, step=3, generation=1)
 #: bfloat16 only: delta nets and state spaces on a CPU; every attention on a GPU
 HALF = architectures.ALL if DEVICE == "cuda" else ("qwen3_5_text", "qwen3_next", "falcon_h1")
-#: packages that vLLM imports for a model; it is left out without them
+#: packages that vLLM imports for a model, left out without them
 NEEDS = dict.fromkeys(PICTURES, ("torchvision",))
 NEEDS |= dict.fromkeys(("llava", "mistral3"), ("torchvision", "mistral_common"))
 #: largest difference of a token's log-probability in nats, and the least effect of the noise in multiples of it

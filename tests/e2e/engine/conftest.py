@@ -1,8 +1,6 @@
-"""Each file here runs in its own process: vLLM reads its environment at import, and an engine never leaves it.
+"""Each file here runs in a process of its own, forked from one that has imported vLLM; its reports are passed on.
 
-The process is forked from one that has imported vLLM, and runs pytest; its reports are passed on. A file may set
-`ENVIRONMENT` (variables), `COLD` (it imports for itself) and `ALONE` (no other file of this folder runs).
-"""
+A file may set `ENVIRONMENT` (variables), `COLD` (it imports for itself) and `ALONE` (no other of this folder runs)."""
 
 import contextlib
 import importlib.util

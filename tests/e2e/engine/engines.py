@@ -1,8 +1,4 @@
-"""Engines, models and trainers for the tests of this folder, without an import of vLLM.
-
-Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5; a missing adapter, noise or
-scale moves them by 0.1 to 10.
-"""
+"""Engines, models and trainers for the tests of this folder, without an import of vLLM."""
 
 import functools
 import json
@@ -37,6 +33,7 @@ if DEVICE == "cpu":
     MEMORY = {"gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 256}
 PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(4)]
 NEW = 12
+#: log-probabilities in float32 differ by about 1e-5; a missing adapter, noise or scale moves them by 0.1 to 10
 EXACT = 1e-4
 _ALIVE = []  # garbage collection of an engine destroys the process groups of all others
 
@@ -230,38 +227,6 @@ def trainer_of(folder: Path, model: str, trainer_class=None, peft_config=None, c
 
 def logs_of(trainer) -> list[dict]:
     return [log for log in trainer.state.log_history if "loss" in log]
-
-
-def check_sleep(folder: Path, share: bool) -> None:
-    """Sleep and wake on a GPU, with a sync meanwhile. vLLM allows one engine per process that can sleep."""
-    from qerl_trl.noise.hooks import NoiseDraw
-
-    # large enough that its bytes stand out from what the allocator rounds and keeps
-    large = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 8, "initializer_range": 0.05}
-    policy = adapter_on(packed(write_model(folder, **large)), adapter_name="student")
-    frozen = sum(p.numel() * p.element_size() for p in policy.parameters() if not p.requires_grad)
-    g = stub_generation(policy, share=share, enable_sleep_mode=True)
-    assert g.engine.asleep
-    randomize(policy, 3)
-    g.sync_weights()
-    g.engine.wake()
-    assert gap(policy, g.llm) < EXACT  # synced while it slept
-    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
-    g.sync_noise()
-    before = greedy(g.llm)
-    torch.cuda.empty_cache()
-    awake = torch.cuda.mem_get_info()[0]
-    g.engine.sleep()
-    freed, cache = torch.cuda.mem_get_info()[0] - awake, MEMORY["kv_cache_memory_bytes"]
-    # shared weights stay where they are, a copy goes to host memory
-    assert 0.9 * cache < freed < cache + 0.5 * frozen if share else freed > 0.9 * (cache + frozen)
-    g.engine.wake()
-    g.engine.reset_prefix_cache()  # with cached prefixes the prefill would have another shape
-    after = greedy(g.llm)
-    assert before[0] == after[0] and torch.equal(before[1], after[1])
-    g.engine.sleep()
-    g.generate(PROMPTS, None, 1)
-    assert g.engine.asleep
 
 
 def _serve(arguments: list[str], environment: dict[str, str], log: Path) -> None:

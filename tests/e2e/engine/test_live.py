@@ -1,7 +1,5 @@
-"""One engine for all: shared weights, adapter updates, noise, caches, the probe, and a broken engine."""
+"""One engine for all: shared weights, adapter updates, noise and the probe."""
 
-import resource
-import time
 from unittest import mock
 
 import pytest
@@ -28,14 +26,10 @@ DRAW = NoiseDraw(5e-2, 7, 3, 1)
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Policy, generation, the parameters before the start, and the calls of `precompile`."""
-    from qerl_trl.rollout.vllm import compile_ahead
-
+    """Policy, generation, and the parameters before the start."""
     policy = adapter_on(packed(write_model(tmp_path_factory.mktemp("live"))), rank=6, alpha=18)
     before = {n: p.detach().clone() for n, p in policy.named_parameters()}
-    with mock.patch.object(compile_ahead, "precompile", wraps=compile_ahead.precompile) as precompile:
-        generation = stub_generation(policy)
-    return policy, generation, before, precompile.call_args_list
+    return policy, stub_generation(policy), before
 
 
 @pytest.fixture
@@ -59,14 +53,8 @@ def put_noise(g, draw) -> None:
     g.sync_noise()
 
 
-def test_the_start_compiles_all_kernels_probes_and_leaves_no_trace(started):
-    policy, g, before, (asked,) = started
-    # N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled
-    qkv, o = [256, 128, [128, 64, 64], 16, True, True], [128, 128, [128], 16, False, True]
-    gate_up, down = [512, 128, [256, 256], 16, False, True], [128, 256, [128], 16, False, True]
-    found = [[list(part) if isinstance(part, tuple) else part for part in each] for each in asked.args[0]]
-    assert sorted(found) == sorted([qkv, o, gate_up, down])
-    assert (sorted(asked.kwargs["norms"]), asked.kwargs["dtype"]) == ([128], torch.float32)
+def test_the_start_probes_and_leaves_no_trace(started):
+    policy, g, before = started
     probe = g.probe_result
     assert probe.difference < EXACT and probe.base_difference < EXACT and probe.effect > 0.01
     assert all(torch.equal(before[n], p) for n, p in policy.named_parameters())
@@ -122,18 +110,11 @@ def test_noise_equals_the_trainers_and_sigma_zero_is_no_noise(policy, g):
     assert clean[0] == again[0] and torch.equal(clean[1], again[1]), "sigma 0 is no noise, to the last bit"
 
 
-def test_generate_puts_a_stale_adapter_and_syncs_do_not_grow_memory(policy, g):
+def test_generate_puts_a_stale_adapter(policy, g):
     randomize(policy, 9)
     assert gap(policy, g.llm) > 0.1
     g.generate(PROMPTS, None, 1)
     assert gap(policy, g.llm) < EXACT
-    for seed in range(20):
-        randomize(policy, seed)
-        g.sync_weights()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(200):
-        g.sync_weights()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 * 1024
 
 
 def test_the_probe_finds_a_wrong_engine(policy, g):
@@ -152,23 +133,3 @@ def test_the_probe_finds_a_wrong_engine(policy, g):
             g.run_probe()
     g.sync_weights()
     assert gap(policy, g.llm) < EXACT
-
-
-def dies(*args, **kwargs):
-    raise RuntimeError("EngineCore died")
-
-
-@pytest.mark.parametrize(
-    ("broken", "cause"), [(dies, "EngineCore died"), (lambda *args, **kwargs: time.sleep(20), "rollout_timeout=0.5")]
-)
-def test_a_broken_engine_ends_the_run_with_its_cause(g, monkeypatch, broken, cause):
-    monkeypatch.setattr(g.llm, "generate", broken)
-    monkeypatch.setattr(g.trainer.args, "rollout_timeout", 0.5)
-    with pytest.raises(RolloutError, match=f"{cause}.*resume"):
-        g.generate(PROMPTS, None, 1)
-
-
-def test_a_refused_cache_reset_is_an_error(g, monkeypatch):
-    monkeypatch.setattr(g.llm, "reset_prefix_cache", lambda **_: False)
-    with pytest.raises(RolloutError, match="prefix cache"):
-        g.sync_weights()

