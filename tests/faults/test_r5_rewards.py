@@ -78,7 +78,9 @@ RETURNED = [
     ),
     pytest.param(7 * [0.0] + [-1e20], ValueError, ("completion 7", "-1e+20", "float32", "scale the reward")),
     pytest.param(7 * [0.0] + ["good"], TypeError, ("completion 7", "'good'", "or None where")),
-    pytest.param(7 * [0.0], ValueError, ("7 rewards for 8", "exactly one per"), marks=fault("R5.wrong_length")),
+    pytest.param(
+        7 * [0.0], ValueError, ("7 rewards for 8", "exactly one per completion"), marks=fault("R5.wrong_length")
+    ),
     pytest.param("12345678", TypeError, ("(str)", "return a list"), marks=fault("R5.not_a_number")),
 ]
 

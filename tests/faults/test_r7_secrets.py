@@ -14,7 +14,6 @@ from tests.hub_server import TOKEN
 
 #: without a known form: a secret by its name only
 PLAIN = "kx93-vv02-plain-words"
-OPENAI = "sk-proj-abc-DEF_ghi-JKL_mno-PQR_stu-VWX_yz0-123_456"
 ANTHROPIC = "sk-ant-api03-AbCd-EfGh_IjKlMnOpQrStUv-WxYz0123456789-abcdefghij_klmno-AA"
 
 
