@@ -87,7 +87,7 @@ def test_vllm_missing(monkeypatch, tmp_path, mode):
 
 @fault("R1.vllm_version")
 @pytest.mark.parametrize("version", ["0.20.2", "0.25.0"])
-def test_vllm_version(monkeypatch, tmp_path, version):
+def test_vllm_version(monkeypatch, version):
     monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     tested = f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}"

@@ -43,7 +43,8 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
 
 @fault("R2.truncated")
 @pytest.mark.parametrize(
-    ("kept", "words", "where"), [(-1, "cut off", "load"), (0, "0 bytes", "load"), (-1, "", "quantize")]
+    ("kept", "words", "where"),
+    [(-1, "cut off or damaged", "load"), (-1, "cut off or damaged", "quantize"), (0, "0 bytes", "load")],
 )
 def test_a_file_that_is_cut_off(kept, words, where, refused):
     def cut(folder: Path) -> None:
