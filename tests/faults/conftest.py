@@ -35,12 +35,6 @@ def other_base(tiny_model_dir, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def dense(tiny_model_dir, tmp_path) -> Path:
-    """A dense model, to be damaged."""
-    return shutil.copytree(tiny_model_dir("llama"), tmp_path / "dense")
-
-
 @pytest.fixture(scope="session")
 def merged(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
     """A merged model in several shards; read-only."""

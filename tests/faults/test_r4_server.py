@@ -54,26 +54,6 @@ def engine(url: str):
     return ServerEngine(url, EngineSpec.of(model), model, 1)
 
 
-ANSWERS = {
-    "a page": (b"<html>hello</html>", ("<html>hello", "another service")),
-    "another version": (b'{"results": [{"layers": 3}]}', ("does not serve this trainer", "KeyError")),
-    "a refusal": (b'{"results": [{"error": "another version"}]}', ("refused qerl_describe", "another version")),
-}
-
-
-@fault("R4.server_unauthenticated")
-@needs_vllm
-@pytest.mark.parametrize(("content", "words"), ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_of_another_service(content, words, monkeypatch):
-    monkeypatch.setenv(SECRET, KEY)
-
-    def answer(method, path, headers, body):
-        return 200, b'{"data": [{"id": "m"}]}' if path == "/v1/models" else content
-
-    with http(answer) as (url, _), raises(RuntimeError, url, "vllm serve", *words):
-        engine(url)
-
-
 @fault("R4.server_unauthenticated")
 @needs_vllm
 def test_another_service_on_the_port_or_none(monkeypatch):
@@ -92,48 +72,21 @@ def test_another_service_on_the_port_or_none(monkeypatch):
 
 BAD = {
     "a layer that is not there": ({"a:v_proj": torch.ones(RANK, K), "b:v_proj": torch.ones(6, RANK)}, "v_proj"),
-    "a norm that is not there": ({"norm:model.nowhere": torch.ones(K)}, "model.nowhere"),
     "a rank beyond the buffers": ({"a:k_proj": torch.ones(9, K), "b:k_proj": torch.ones(2, 9)}, "reserved 4"),
-    "halves of two ranks": ({"b:k_proj": torch.ones(2, RANK - 1)}, "(4, 8)"),
-    "rows to broadcast": ({"b:k_proj": torch.ones(1, RANK)}, "2 x 8"),
-    "columns to broadcast": ({"a:k_proj": torch.ones(RANK, 1)}, "2 x 8"),
-    "a norm to broadcast": ({f"norm:{NORMS[1]}": torch.ones(1)}, NORMS[1]),
     "NaN in the last layer": ({"b:k_proj": torch.full((2, RANK), math.nan)}, "k_proj.lora_B holds NaN"),
-    "infinity": ({"a:k_proj": torch.full((RANK, K), math.inf)}, "k_proj.lora_A holds NaN or inf"),
     "beyond bf16 once alpha/r is in": ({"b:k_proj": torch.full((2, RANK), 3e38)}, "k_proj.lora_B holds NaN or inf"),
     "NaN in a norm": ({f"norm:{NORMS[1]}": torch.full((K,), math.nan)}, f"{NORMS[1]} holds NaN"),
 }
-
-
-def check_refused(worker, words: str, *sent, **options) -> None:
-    """The update is refused and has changed nothing; a good one is taken after it."""
-    before, contents = everything(worker), worker.qerl_contents()
-    assert words in send(worker, *sent, **options)["error"]
-    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
-    assert worker.qerl_contents() == contents and not contents["damaged"]
-    assert taken(send(worker, *update(1))) == {"layers": 2, "norms": 1}
-    assert worker.qerl_contents()["received"] != contents["received"] and not worker.qerl_contents()["damaged"]
 
 
 @needs_vllm
 @fault("R4.update_refused", recovered=True)
 @pytest.mark.parametrize(("changes", "words"), BAD.values(), ids=BAD)
 def test_an_update_that_is_refused_has_changed_nothing(worker, changes, words):
-    check_refused(worker, words, *update(1, **changes))
-
-
-@needs_vllm
-@fault("R4.update_refused", recovered=True)
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [("Error", {"draw": (0.1, 1)}), ("Error", {"draw": (0.1, 1, 2, 3, 4)}), ("arrived damaged", {"damage": 1})],
-)
-def test_an_update_with_odd_noise_or_that_arrives_damaged_has_changed_nothing(worker, words, options):
-    check_refused(worker, words, *update(1), **options)
-
-
-@needs_vllm
-@pytest.mark.parametrize(("tensor", "name"), [("adapter_a", "q_proj.lora_A"), ("adapter_b", "q_proj.lora_B")])
-def test_an_overwritten_tensor_is_named(worker, tensor, name):
-    getattr(worker._qerl_rollout_state.model.qkv_proj, tensor)[0, 0] += 1
-    assert worker.qerl_contents()["damaged"] == [name]
+    """A good one is taken after it."""
+    before, contents = everything(worker), worker.qerl_contents()
+    assert words in send(worker, *update(1, **changes))["error"]
+    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
+    assert worker.qerl_contents() == contents and not contents["damaged"]
+    assert taken(send(worker, *update(1))) == {"layers": 2, "norms": 1}
+    assert worker.qerl_contents()["received"] != contents["received"] and not worker.qerl_contents()["damaged"]

@@ -7,7 +7,6 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pandas
 import pytest
 import torch
 from datasets import Dataset
@@ -73,37 +72,21 @@ def in_thread(function):
 
 # --- what a function returns ---
 
-
 RETURNED = [
-    pytest.param(math.inf, ValueError, ("inf", "clip the reward"), marks=fault("R5.infinite")),
-    pytest.param(-(10**5000), ValueError, ("inf", "clip the reward"), marks=fault("R5.infinite")),  # Python's limit
-    pytest.param(-1e20, ValueError, ("-1e+20", "float32", "scale the reward"), marks=fault("R5.infinite")),
-    pytest.param("good", TypeError, ("'good'", "or None where"), marks=fault("R5.not_a_number")),
-    pytest.param(1 + 0j, TypeError, ("(1+0j)", "or None where"), marks=fault("R5.not_a_number")),
-]
-LISTS = [
     pytest.param(
-        [0.0] * 7, ValueError, ("7 rewards for 8", "exactly one per completion"), marks=fault("R5.wrong_length")
+        7 * [0.0] + [math.inf], ValueError, ("completion 7", "inf", "clip the reward"), marks=fault("R5.infinite")
+    ),
+    pytest.param(7 * [0.0] + [-1e20], ValueError, ("completion 7", "-1e+20", "float32", "scale the reward")),
+    pytest.param(7 * [0.0] + ["good"], TypeError, ("completion 7", "'good'", "or None where")),
+    pytest.param(
+        7 * [0.0], ValueError, ("7 rewards for 8", "exactly one per completion"), marks=fault("R5.wrong_length")
     ),
     pytest.param("12345678", TypeError, ("(str)", "return a list"), marks=fault("R5.not_a_number")),
-    pytest.param(
-        pandas.DataFrame({"reward": [5.0] * 8}),
-        TypeError,
-        ("(DataFrame)", "return a list"),
-        marks=fault("R5.not_a_number"),
-    ),
-    pytest.param(dict.fromkeys(range(8), 1.0), TypeError, ("(dict)", "return a list"), marks=fault("R5.not_a_number")),
 ]
 
 
-@pytest.mark.parametrize(("value", "kind", "words"), RETURNED, ids=["inf", "unprintable", "float32", "text", "complex"])
-def test_one_value_that_cannot_be_learned_from(graded_by, value, kind, words):
-    with raises(kind, "graded", "completion 7", *words):
-        rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
-
-
-@pytest.mark.parametrize(("value", "kind", "words"), LISTS, ids=["7 of 8", "str", "DataFrame", "dict"])
-def test_values_that_are_no_list_of_rewards(graded_by, value, kind, words):
+@pytest.mark.parametrize(("value", "kind", "words"), RETURNED, ids=["inf", "float32", "text", "7 of 8", "str"])
+def test_values_that_cannot_be_learned_from(graded_by, value, kind, words):
     with raises(kind, "graded", *words):
         rewards(graded_by(lambda completions, **_: value))
 
@@ -144,15 +127,6 @@ def broken_in_a_pool(completions, **_):
     return in_thread(lambda: broken(completions))
 
 
-def broken_lazily(completions, **_):
-    return map(broken, completions)
-
-
-def broken_in_a_generator(completions, **_):
-    for text in completions:
-        yield len(text) + None  # a TypeError of its own
-
-
 def exits(completions, **_):
     exec("import sys; sys.exit()")  # what a grader of code was given by the model
 
@@ -162,11 +136,9 @@ RAISE = [
     (broken, KEY, False),
     (broken_later, KEY, False),
     (exits, ("raised SystemExit", "called exit()", "a process of its own"), False),
-    (broken_in_a_generator, ("raised TypeError", "unsupported operand", "return None"), False),
     (broken, KEY, True),
     (broken_later, KEY, True),
     (broken_in_a_pool, KEY, True),
-    (broken_lazily, KEY, True),
 ]
 
 
@@ -181,11 +153,6 @@ async def slow(completions, **_):
     await asyncio.sleep(60)
 
 
-def hanging(completions, **_):
-    for _ in range(6000):
-        time.sleep(0.01)
-
-
 def hanging_and_catching(completions, **_):
     with contextlib.suppress(Exception):
         time.sleep(60)
@@ -193,7 +160,7 @@ def hanging_and_catching(completions, **_):
 
 
 @fault("R5.hangs")
-@pytest.mark.parametrize("function", [hanging, slow, hanging_and_catching])
+@pytest.mark.parametrize("function", [slow, hanging_and_catching])
 def test_hangs(graded_by, function):
     trainer, begun = graded_by(function), time.monotonic()
     with raises(
@@ -278,24 +245,3 @@ def test_a_reward_that_fails_after_two_steps_costs_nothing(fails, uninterrupted,
     assert "Step 2 is saved; resume from the last checkpoint" in caught.value.__notes__[-1]
     assert tiny_runs.command(tmp_path, **options)._resumed.global_step == 2
     assert (tmp_path / WEIGHTS).read_bytes() == uninterrupted
-
-
-@fault("R5.raises", recovered=True)
-@pytest.mark.parametrize(("number", "saved"), [(2, False), (3, True)], ids=["older rollout", "the one after it"])
-def test_a_reward_that_fails_in_the_middle_of_a_step_costs_nothing_either(number, saved, tiny_runs, tmp_path):
-    """The step before is saved with the RNG state of its end, unless it began with an older rollout."""
-    rhythm = {"gradient_accumulation_steps": 2, "steps_per_generation": 3}
-    options, calls = STEPS | rhythm | {"max_steps": 4, "zero_advantage_patience": 10}, []
-
-    def spread_reward(completions, **kwargs):
-        calls.append(number)
-        return _raises() if len(calls) == number else sound_reward(completions, **kwargs)
-
-    tiny_runs.command(tmp_path / "whole", **options)
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        tiny_runs.trainer(tmp_path / "broken", reward=spread_reward, **options).train()
-    notes = " ".join(caught.value.__notes__)
-    assert ("is saved; resume" in notes) == saved and ("own state is intact; resume" in notes) != saved
-    again = tiny_runs.command(tmp_path / "broken", **options)
-    assert (again._resumed is not None) == saved
-    assert (tmp_path / "broken" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +10,6 @@ from qerl_trl.checkpoint import seal
 from qerl_trl.cli import main as cli
 from qerl_trl.cli import train
 from qerl_trl.publish import hub
-from qerl_trl.tasks import run as of_a_task
 from tests.faults.catalog import fault, raises
 from tests.faults.tiny_runs import WEIGHTS, contents
 from tests.hub_server import REPO, TOKEN
@@ -39,34 +37,6 @@ def test_other_problems_are_refused_before_any_training(example, measured, tmp_p
     with raises(ValueError, "before.json", "6 problems both times, but others", "same problems"):
         example(run, system_prompt="Be brief.", max_steps=2, allow_other_settings="true")
     assert contents(run) == before
-
-
-@fault("R6.other_eval_problems")
-@pytest.mark.parametrize(
-    ("way", "other", "named"),
-    [
-        ({"grader": "own.py:check"}, {}, "grader_sha256: "),
-        ({}, {"max_completion_length": 4, "allow_other_settings": "true"}, "max_completion_length: 8 then, 4 now"),
-    ],
-    ids=["own grader", "length"],
-)
-def test_another_way_of_measuring_is_refused_after_training(way, other, named, example, tmp_path, monkeypatch):
-    """A grader that was repaired between two starts would be a gain of 100 points without any training."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    text = "def check(answer, reference):\n    return LOOSE\n"
-    own = tmp_path / "own.py"
-    own.write_text(text.replace("LOOSE", "0.0"))
-    way = {"output_dir": "run", **way}
-    first, again = example(**way), example(**way)
-    before = contents(tmp_path / "run")
-    if not other:
-        own.write_text(text.replace("LOOSE", "1.0"))
-    words = ("measured in another way", named, "same problems, grader and limits", "another output_dir")
-    with raises(ValueError, "before.json", *words):
-        example(**way, **other)
-    assert contents(tmp_path / "run") == before
-    assert first["measured_by"] == again["measured_by"] and named.split(":")[0] in first["measured_by"]
 
 
 @fault("R6.finished_run_again", recovered=True)
@@ -99,25 +69,3 @@ def test_results_are_written_before_the_network_is_touched(example, server, tmp_
     again = example(run, **push)
     assert again["after"] == results["after"]
     assert WEIGHTS in server.repos[REPO]["files"]
-
-
-@pytest.mark.parametrize("moment", ["before", "before, resumed", "after"])
-def test_ctrl_c_in_a_measurement_names_the_next_command(moment, example, measured, tmp_path, monkeypatch):
-    run = tmp_path / "run" if moment == "before" else shutil.copytree(measured, tmp_path / "run")
-    if moment == "before, resumed":
-        (run / "before.json").unlink()
-
-    def interrupted(measurement):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(of_a_task.Measurement, "verdicts", interrupted)
-    with pytest.raises(KeyboardInterrupt) as ended:
-        example(run)
-    said = " ".join(ended.value.__notes__)
-    wanted = {
-        "before": "No checkpoint was written yet, so the same command starts over.",
-        "before, resumed": f"The last whole checkpoint is {run / 'checkpoint-1'}: the same command resumes from it",
-        "after": f"training is over, and saved in {run}.",
-    }
-    assert [text in said for text in wanted.values()] == [moment == each for each in wanted]
-    assert ("the same command measures it" in said) == (moment == "after")

@@ -1,7 +1,5 @@
 """A damaged checkpoint costs the steps since the one before, and an interrupted run ends as it would have without."""
 
-import copy
-import json
 import multiprocessing
 import os
 import shutil
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import export
@@ -50,23 +47,11 @@ def without(*names: str):
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
-def without_entry(folder: Path) -> None:
-    manifest = json.loads((folder / seal.MANIFEST_NAME).read_text())
-    del manifest["files"][WEIGHTS]
-    (folder / seal.MANIFEST_NAME).write_text(json.dumps(manifest))
-    edit(folder / WEIGHTS, lambda stored: {n: t * 1000 for n, t in stored.items()})
-
-
 def half(stored: dict) -> dict:
     return dict(sorted(stored.items())[::2])
 
 
-def manifest(content: bytes):
-    return lambda folder: (folder / seal.MANIFEST_NAME).write_bytes(content)
-
-
 HALF_WRITTEN = ("optimizer.pt", "scheduler.pt", "rng_state.pth", STATE, seal.MANIFEST_NAME)
-OUTSIDE = json.dumps(seal.manifest({"../x": {"bytes": 1, "sha256": ""}}, {})).encode()
 DAMAGE = [
     case(cut, WEIGHTS, "R6.damaged"),
     case(lambda folder: flip_a_bit(folder / WEIGHTS), WEIGHTS, "R6.damaged"),
@@ -74,10 +59,6 @@ DAMAGE = [
     case(lambda folder: edit(folder / WEIGHTS, half), WEIGHTS, "R6.missing_tensors"),
     case(without("optimizer.pt"), "optimizer.pt is missing", "R6.missing_optimizer"),
     case(without(*HALF_WRITTEN), f"{seal.MANIFEST_NAME} is missing", "R6.half_written_folder"),
-    case(without_entry, seal.MANIFEST_NAME, "R6.damaged"),
-    case(manifest(b"[]"), "unreadable", "R6.damaged"),
-    case(manifest(b"\xff\xfe{}"), "unreadable", "R6.damaged"),
-    case(manifest(OUTSIDE), "unreadable", "R6.damaged"),
 ]
 
 
@@ -237,40 +218,6 @@ def test_a_finished_run_stays_finished(tiny_runs, finished, tmp_path, caplog):
     assert "2 of 2 steps are done. Nothing is trained." in caplog.text
 
 
-class Decreasing(TrainerCallback):
-    """The first checkpoint is the best one; then `action`."""
-
-    def __init__(self, action):
-        self.action = action
-
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
-        metrics["eval_reward"] = -float(state.global_step)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            self.action()
-
-
-@fault("R6.finished_run_again")
-@fault("R6.damaged", recovered=True)
-@pytest.mark.parametrize("damaged", [False, True])
-def test_the_best_weights_are_recorded_as_such(damaged, tiny_runs, tmp_path, caplog):
-    """If the best checkpoint is damaged, the weights stay those of the last step."""
-    run = tmp_path / "run"
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "given": {"eval_dataset": PROMPTS.select(range(4))}}
-    trainer = tiny_runs.trainer(run, max_steps=3, **evaluated, **best)
-    trainer.add_callback(Decreasing(lambda: damaged and flip_a_bit(run / "checkpoint-1" / WEIGHTS)))
-    trainer.train()
-    trainer.save_model()
-    of = "checkpoint-3" if damaged else "checkpoint-1"
-    assert (run / WEIGHTS).read_bytes() == (run / of / WEIGHTS).read_bytes()
-    changed = None if damaged else ["weights: those of checkpoint-1 (load_best_model_at_end)"]
-    assert seal.recorded_run(run).get("changed") == changed
-    assert "changed" not in seal.recorded_run(run / "checkpoint-3")
-    assert damaged is ("checkpoint-1 is damaged" in caplog.text and "last step's weights stay" in caplog.text)
-
-
 # --- with other settings ---
 
 
@@ -307,19 +254,6 @@ OTHER = [
 @pytest.mark.parametrize(("other", "line"), OTHER)
 def test_other_data_rewards_and_arms_are_refused(other, line, refused):
     refused(line, **other)
-
-
-@fault("R6.resume_other_data")
-@pytest.mark.parametrize("change", ["end", "template"])
-def test_another_tokenizer(change, tiny_runs, refused, monkeypatch):
-    """The same data, with another end of a completion or another prompt."""
-    tokenizer = copy.deepcopy(tiny_runs.tokenizer)
-    if change == "end":
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(40)
-    else:
-        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} please:"
-    monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
-    refused("tokenizer_content_sha256: the tokenizer changed")
 
 
 # --- a folder belongs to one run ---
@@ -367,21 +301,12 @@ def test_a_run_is_not_saved_over_another_ones_by_name(finished, tiny_runs, tmp_p
 
 
 @fault("R7.folder_edited")
-@pytest.mark.parametrize("what", ["a run", "a run that has not saved", "a folder of models"])
-def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished, tiny_runs, tiny_model_dir, tmp_path):
-    """`overwrite` would remove a run with all its checkpoints, or a folder of models."""
-    folder, found = tmp_path / "folder", "checkpoint-1, checkpoint-2, trainer_state.json"
-    if what == "a run":
-        shutil.copytree(finished, folder)
-    if what == "a folder of models":
-        folder, found = tmp_path / "models", "mine"
-        shutil.copytree(tiny_model_dir("qwen2"), folder / "mine")
-    trainer = tiny_runs.trainer(tmp_path / ("folder" if what.startswith("a run") else "run"))
-    if what == "a run that has not saved":
-        found = ".qerl_lock"
-    before = contents(tmp_path)
-    with raises(ValueError, str(folder), f"holds more than an export ({found}", "Name another folder"):
-        export.save_adapter(trainer, folder, overwrite=True)
-    with raises(ValueError, str(folder), f"holds more than an export ({found}"):
+def test_an_export_does_not_take_the_place_of_a_run(finished, tiny_runs, tiny_model_dir, tmp_path):
+    """`overwrite` would remove it with all its checkpoints."""
+    folder = shutil.copytree(finished, tmp_path / "folder")
+    before, found = contents(folder), "holds more than an export (checkpoint-1, checkpoint-2, trainer_state.json"
+    with raises(ValueError, str(folder), found, "Name another folder"):
+        export.save_adapter(tiny_runs.trainer(folder), folder, overwrite=True)
+    with raises(ValueError, str(folder), found):
         quantize_folder(tiny_model_dir("qwen2"), folder, overwrite=True)
-    assert contents(tmp_path) == before
+    assert contents(folder) == before

@@ -8,8 +8,6 @@ import pytest
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import card as cards
 from tests.faults.catalog import fault
-from tests.faults.tiny_runs import works
-from tests.hub_server import REPO
 
 OF = {"settings_sha256": "5e77", "base_sha256": "ba5e", "global_step": 100}
 SETTINGS = {"base_format": "nvfp4", "model": "some/base", **OF}
@@ -88,24 +86,3 @@ def test_an_evaluation_of_something_else(change, said, folder, caplog):
     text = cards.render(cards.facts_of_run(folder, SETTINGS))
     assert "98.7" not in text and "25.0 %" in text
     assert str(path) in caplog.text and said in caplog.text and "eval-good" not in caplog.text
-
-
-@fault("R7.card_of_another_run", recovered=True)
-def test_a_run_with_figures_of_another_next_to_its_own(server, tiny_runs, tmp_path, caplog):
-    """Every export shows its own evaluation, and no foreign figures."""
-    run, problems = tmp_path / "runs/run", tmp_path / "problems.jsonl"
-    trainer = tiny_runs.command(run, max_steps=1)
-    problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    works("eval", run, "--data", problems, "--max-new-tokens", 2)
-    for path in (run, run.parent):
-        write(path, {**RESULTS, "after": {**AFTER, "accuracy": 0.987}, "dataset": "someone/else"})
-    write(run, EVALUATION, "eval-gsm8k.json")
-    works("merge", run, tmp_path / "out")
-    works("push", "adapter", run, REPO, "--base-model", "someone/base")
-    trainer.save_adapter(tmp_path / "adapter")
-    shown = [(tmp_path / name / "README.md").read_text() for name in ("out", "adapter")]
-    for card in [*shown, server.text(REPO)["README.md"]]:
-        assert "98.7" not in card and "someone/else" not in card and "openai/gsm8k" not in card
-        assert "| problems" in card and "model-index" in card
-    for name in ("results.json", "eval-gsm8k.json"):
-        assert f"{run / name} " in caplog.text

@@ -4,7 +4,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import time
@@ -13,10 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import close_session
 from transformers import Trainer, TrainerCallback
 
-import qerl_trl
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import hub
 from qerl_trl.publish.quantize import quantize_folder
@@ -83,20 +80,6 @@ def test_a_public_repository_gets_nothing_private(server, merged):
     works("push", "merged", merged, "tester/public", "--public")
 
 
-@fault("R7.public_without_consent", recovered=True)
-def test_a_repository_that_becomes_public_while_training(server, pushing, tmp_path):
-    trainer = pushing()
-    trainer.add_callback(AfterStep(1, lambda: server.repos[REPO].update(private=False)))
-    with raises(RuntimeError, REPO, "checkpoint-2", "PUBLIC", "hub_private_repo=False"):
-        trainer.train()
-    assert len(server.repos[REPO]["commits"]) == 1
-    server.repos[REPO].update(private=True)
-    trainer = pushing()
-    trainer.train(resume_from_checkpoint=trainer.to_resume())
-    trainer.push_to_hub()
-    assert published(server)[WEIGHTS] == (tmp_path / "run/checkpoint-2" / WEIGHTS).read_bytes()
-
-
 # --- whole or not at all ---
 
 
@@ -123,24 +106,12 @@ def test_an_upload_that_is_killed_leaves_nothing_and_is_continued(server, merged
 
 
 @fault("R7.upload_interrupted", recovered=True)
-@pytest.mark.parametrize(("status", "cause"), [(429, "answered 429"), ("closed", "connection to the Hub failed")])
-def test_a_failed_push_warns_at_once_and_raises_at_the_end(
-    server, pushing, tmp_path, caplog, monkeypatch, status, cause
-):
+def test_a_failed_push_warns_at_once_and_raises_at_the_end(server, pushing, tmp_path, caplog, monkeypatch):
     no_wait = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
     monkeypatch.setattr("huggingface_hub.utils._http.time", no_wait)  # it and we try again, ever later
     monkeypatch.setattr(hub, "time", no_wait)
-    trainer, run = pushing(), tmp_path / "run"
-    at_once = []
-
-    def end_of_the_hub():
-        if status == "closed":
-            server.close()
-            close_session()  # of connections that are still open
-        else:
-            server.fail = {r".*": status}
-
-    trainer.add_callback(AfterStep(1, end_of_the_hub))
+    trainer, run, at_once, cause = pushing(), tmp_path / "run", [], "answered 429"
+    trainer.add_callback(AfterStep(1, lambda: server.fail.update({".*": 429})))
     trainer.add_callback(AfterStep(2, lambda: at_once.extend(caplog.messages)))
     command = f"qerl-trl push adapter {run} {REPO} --base-model someone/base"
     with raises(RuntimeError, REPO, "checkpoint-2", cause, command):
@@ -148,10 +119,9 @@ def test_a_failed_push_warns_at_once_and_raises_at_the_end(
     assert [text for text in at_once if text.startswith("checkpoint-2 was not pushed") and cause in text]
     assert seal.problems(run) == seal.problems(run / "checkpoint-2") == []
     assert published(server)[WEIGHTS] == (run / "checkpoint-1" / WEIGHTS).read_bytes()
-    if status != "closed":
-        server.fail = {}
-        works(*command.split()[1:])
-        assert published(server)[WEIGHTS] == (run / WEIGHTS).read_bytes()
+    server.fail = {}
+    works(*command.split()[1:])
+    assert published(server)[WEIGHTS] == (run / WEIGHTS).read_bytes()
 
 
 @fault("R7.local_base_pushed")
@@ -190,47 +160,18 @@ def test_a_fully_trained_model_is_published_without_its_arguments(server, pushin
 
 
 @fault("R7.token", recovered=True)
-@pytest.mark.parametrize("how", ["a token", "the name of its key"])
-def test_a_secret_in_a_file_that_would_be_published(how, server, merged, tmp_path):
-    """Also far into a long text."""
+def test_a_secret_in_a_file_that_would_be_published(server, merged, tmp_path):
     folder, name = shutil.copytree(merged, tmp_path / "leaky"), "tokenizer_config.json"
     text = (folder / name).read_text()
-    if how == "a token":
-        leaky, what = text + " " * (2 << 20) + f'{{"note": "{TOKEN}"}}', "token"
-    else:
-        leaky = json.dumps({**json.loads(text), "headers": {"X-API-Key": "zz86-of-a-proxy"}})
-        what = "secret, by the name of 'X-API-Key'"
-    (folder / name).write_text(leaky)
+    (folder / name).write_text(json.dumps({**json.loads(text), "headers": {"X-API-Key": "zz86-of-a-proxy"}}))
     seal.seal(folder, seal.recorded_run(folder))
-    with raises(hub.HubError, name, what, "Remove it"):
+    with raises(hub.HubError, name, "secret, by the name of 'X-API-Key'", "Remove it"):
         hub.push_folder(folder, REPO)
     assert server.requests == []
     (folder / name).write_text(text)
     seal.seal(folder, seal.recorded_run(folder))
     hub.push_folder(folder, REPO)
     check_published_whole(server, folder)
-
-
-@fault("R7.token")
-@pytest.mark.parametrize(
-    ("where", "repo", "options"),
-    [
-        ("The commit message", REPO, {"message": f"with {TOKEN}"}),
-        ("Its revision", REPO, {"revision": TOKEN}),
-        ("The name of the repository", f"someone/{TOKEN}", {}),
-    ],
-)
-def test_a_token_in_the_words_of_a_push(where, repo, options, server, merged):
-    with raises(hub.HubError, f"{where} contains", "nothing was uploaded", "Leave the secret out"):
-        hub.push_folder(merged, repo, **options)
-    assert not server.repos
-
-
-def test_one_place_uploads():
-    uploads = re.compile(r"\b(create_(commit|repo)|preupload_lfs_files|upload_(large_)?(file|folder))\(")
-    root = Path(qerl_trl.__file__).parent
-    found = [path.relative_to(root).as_posix() for path in root.rglob("*.py") if uploads.search(path.read_text())]
-    assert found == ["publish/hub.py"]
 
 
 #: where a token is placed -> its value there
@@ -296,14 +237,6 @@ def test_a_token_is_found_nowhere(server, pushing, tmp_path, monkeypatch, caplog
 # --- a run's folder that was edited ---
 
 
-def put(name: str, text: str):
-    def change(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-
-    return change
-
-
 def double_alpha(folder: Path) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
@@ -313,23 +246,22 @@ def double_alpha(folder: Path) -> None:
 EDITS = {
     "nan": (lambda folder: edit(folder / WEIGHTS, poison), "not as the run wrote it"),
     "alpha": (double_alpha, "not as the run wrote it"),
-    "end tokens": (put("special_tokens_map.json", '{"eos_token": "7"}'), "special_tokens_map.json was added"),
-    "more tokens": (put("added_tokens.json", '{"EVIL": 3}'), "added_tokens.json was added"),
-    "template": (put("additional_chat_templates/tool.jinja", "EVIL"), "additional_chat_templates/tool.jinja was added"),
-    "pickle": (put("adapter_model.bin", "a pickle"), "adapter_model.bin was added"),
+    "tokens": (
+        lambda folder: (folder / "added_tokens.json").write_text('{"EVIL": 3}'),
+        "added_tokens.json was added",
+    ),
 }
 READERS = {
     "merge": lambda folder, out: ("merge", folder, out),
     "push": lambda folder, out: ("push", "adapter", folder, REPO, "--base-model", "someone/base"),
     "eval": lambda folder, out: ("eval", folder, "--data", "none.jsonl", "--output", out),
-    "eval with vLLM": lambda folder, out: (*READERS["eval"](folder, out), "--engine", "vllm"),
 }
 
 
 @fault("R7.folder_edited")
 @pytest.mark.parametrize(
     ("edited", "read"),
-    [*((name, "merge") for name in EDITS), ("alpha", "push"), ("nan", "eval"), ("template", "eval with vLLM")],
+    [*((name, "merge") for name in EDITS), ("alpha", "push"), ("nan", "eval")],
 )
 def test_an_edited_run_folder_is_not_read(edited, read, finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
@@ -340,8 +272,8 @@ def test_an_edited_run_folder_is_not_read(edited, read, finished, tmp_path):
 
 
 @fault("R7.folder_edited", recovered=True)
-def test_an_export_with_a_damaged_manifest_is_named_and_made_again(dense, tmp_path):
-    out = tmp_path / "out"
+def test_an_export_with_a_damaged_manifest_is_named_and_made_again(tiny_model_dir, tmp_path):
+    dense, out = tiny_model_dir("llama"), tmp_path / "out"
     quantize_folder(dense, out)
     (out / seal.MANIFEST_NAME).write_text("[]")
     with raises(ValueError, str(out), "unreadable", "export it"):

@@ -1,28 +1,19 @@
 """A secret in any form, variable or argument is masked or refused. Publishing is in test_r7_hub.py."""
 
 import copy
-import dataclasses
 import json
 import pickle
-from pathlib import Path
 
 import pytest
-from peft import LoraConfig
-from trl import ModelConfig
 
 from qerl_trl import QeRLConfig
-from qerl_trl.checkpoint import seal
-from qerl_trl.cli import train as arms
 from qerl_trl.support import secrets
 from qerl_trl.support.secrets import MASK
-from qerl_trl.tasks.task import Task
 from tests.faults.catalog import fault, raises
-from tests.faults.tiny_runs import call
 from tests.hub_server import TOKEN
 
 #: without a known form: a secret by its name only
 PLAIN = "kx93-vv02-plain-words"
-OPENAI = "sk-proj-abc-DEF_ghi-JKL_mno-PQR_stu-VWX_yz0-123_456"
 ANTHROPIC = "sk-ant-api03-AbCd-EfGh_IjKlMnOpQrStUv-WxYz0123456789-abcdefghij_klmno-AA"
 
 
@@ -84,15 +75,6 @@ def test_words_in_json_that_are_no_secrets():
     assert secrets.find("{" * 5000 + PLAIN, is_json=True) is None
 
 
-def test_cleaned_masks_in_containers_and_leaves_objects():
-    marker = object()
-    given = {"token": PLAIN, "eos_token": "<eos>", "deep": [{"api_key": "x", "url": f"https://a/{TOKEN}"}, marker]}
-    masked = {"token": MASK, "eos_token": "<eos>", "deep": [{"api_key": MASK, "url": f"https://a/{MASK}"}, marker]}
-    assert secrets.cleaned(given) == masked
-    assert secrets.cleaned(given, mask=None)["token"] is None
-    assert given["token"] == PLAIN
-
-
 #: variables with a secret's name, and others
 SECRET_VARIABLES = (
     "OPENAI_KEY PGPASS HF_TOKEN HF_TOKEN_2 WANDB_API_KEY GITHUBTOKEN AWS_SECRET_ACCESS_KEY DB_PASSWORD MY_SECRET_ID"
@@ -123,13 +105,9 @@ def test_variables_of_the_environment(monkeypatch):
     ("argument", "secret"),
     [
         ({"run_name": ANTHROPIC}, ANTHROPIC),
-        ({"run_name": OPENAI}, OPENAI),
         ({"output_dir": f"runs/{TOKEN}"}, TOKEN),
-        ({"report_to": [f"https://{TOKEN}@tracker"]}, TOKEN),
-        ({"vllm_engine_kwargs": {"download_dir": f"/x/{TOKEN}"}}, TOKEN),
         ({"vllm_engine_kwargs": {"hf_token": PLAIN}}, PLAIN),
         ({"model_init_kwargs": {"dtype": "float32", "revision": TOKEN}}, TOKEN),
-        ({"vllm_server_base_url": f"https://{PLAIN}@host/model"}, PLAIN),
         ({"vllm_server_base_url": f"https://someone:{PLAIN}@host/model"}, PLAIN),
     ],
 )
@@ -139,22 +117,8 @@ def test_a_token_in_an_argument_that_is_shown_is_refused(argument, secret, tmp_p
     assert secret not in str(refused.value) and secret not in secrets.redact(f"could not load {argument}")
 
 
-#: the only arguments named as secrets
-FOR_SECRETS = {"hub_token", "push_to_hub_token"}
-
-
 @fault("R7.token")
-@pytest.mark.parametrize("arguments", [QeRLConfig, ModelConfig, Task, LoraConfig])
-def test_every_argument(arguments):
-    for name in {field.name for field in dataclasses.fields(arguments)} - FOR_SECRETS:
-        for text in (OPENAI, f"https://someone:{PLAIN}@host/x"):
-            with pytest.raises(ValueError, match=rf"{name}\S* contains") as error:
-                secrets.check_places({name: text})
-            assert OPENAI not in str(error.value) and PLAIN not in str(error.value)
-
-
-@fault("R7.token")
-@pytest.mark.parametrize("name", ["token", "X-API-Key", "private_key", "credentials", "Proxy-Authorization"])
+@pytest.mark.parametrize("name", ["token", "X-API-Key"])
 def test_secrets_inside_arguments_are_masked_and_kept(name, tmp_path):
     """They are remembered, and masked wherever they turn up later."""
     args = config(tmp_path, hub_token=TOKEN, model_init_kwargs={"dtype": "float32", "headers": {name: PLAIN}})
@@ -167,46 +131,3 @@ def test_secrets_inside_arguments_are_masked_and_kept(name, tmp_path):
     assert isinstance(again, QeRLConfig) and again.hub_token is None
     assert again.model_init_kwargs == {"dtype": "float32", "headers": {name: None}}
     assert (again.output_dir, again.save_strategy, again.bf16) == (args.output_dir, args.save_strategy, args.bf16)
-
-
-# --- files ---
-
-
-@fault("R7.token")
-def test_the_arms_command_writes_no_token(tmp_path, monkeypatch):
-    """It passes the words on, and keeps none."""
-    given = {"--hub_token": PLAIN, "--model_init_kwargs": json.dumps({"token": PLAIN})}
-
-    def train(command, log):
-        folder = Path(command[command.index("--output_dir") + 1])
-        assert command[command.index("--hub_token") + 1] == PLAIN
-        log.write_text("trained")
-        folder.mkdir(parents=True)
-        return 0
-
-    def read(folder, arm, seed):
-        raise RuntimeError("enough")
-
-    monkeypatch.setattr(arms, "launch", train)
-    monkeypatch.setattr("qerl_trl.tasks.arms.read_run", read)
-    words = ["arms", "embedded", "--arms", "nvfp4", "--seeds", "1", "--output_dir", tmp_path / "arms"]
-    with pytest.raises(RuntimeError, match="enough"):
-        call(*words, *(word for pair in given.items() for word in pair))
-    written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert "arm.json" in written
-    assert not [name for name, content in written.items() if PLAIN.encode() in content]
-
-
-@fault("R7.token")
-def test_a_card_and_a_json_file_are_written_without_secrets(tiny_runs, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(TOKEN.encode() + bytes(1 << 10))
-    assert secrets.find_in(tmp_path / "model.safetensors") is not None
-    trainer = tiny_runs.trainer(tmp_path / "run")
-    trainer.create_model_card(dataset_name=f"https://someone:{PLAIN}@host/data", tags=[OPENAI])
-    card = (tmp_path / "run/README.md").read_text()
-    assert "@host/data" in card and PLAIN not in card and OPENAI not in card
-    secrets.remember("hub_token", PLAIN)
-    command = f'accelerate launch grpo.py --hub_token X --model_init_kwargs {{"token": "{PLAIN}"}} --seed 1'
-    seal.write_json_atomically(tmp_path / "results.json", {"command": command, "steps": 3})
-    masked = command.replace(PLAIN, MASK).replace("_token X", f"_token {MASK}")
-    assert json.loads((tmp_path / "results.json").read_text()) == {"command": masked, "steps": 3}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import multiprocessing
 import os
 import resource
@@ -14,9 +15,8 @@ import torch
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.cli import main as errors
-from qerl_trl.nvfp4 import quantizer
 from tests.faults.catalog import fault, raises
-from tests.faults.tiny_runs import WEIGHTS, AfterStep, Interrupted, contents, interrupting
+from tests.faults.tiny_runs import WEIGHTS, AfterStep, contents, interrupting
 from tests.ranks import on_ranks
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 30.00 KiB. GPU 0 has a total capacity of 79.10 GiB."
@@ -101,23 +101,6 @@ def test_out_of_memory_when_the_engine_starts(text, tiny_runs, tmp_path, monkeyp
         tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate")
     with raises(torch.OutOfMemoryError, "when the engine started", "Leave vllm_gpu_memory_utilization=0.9 out"):
         tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.9)
-
-
-@fault("R8.out_of_memory", recovered=True)
-def test_out_of_memory_while_the_model_is_loaded(tiny_runs, finished, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-
-    run = tmp_path / "run"
-    with pytest.raises(Interrupted):
-        tiny_runs.trainer(run, reward=interrupting(2)).train()
-    before = contents(run)
-    with monkeypatch.context() as short:
-        short.setattr(quantizer.NVFP4HfQuantizer, "_process_model_before_weight_loading", fail)
-        with raises(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
-            tiny_runs.command(run)
-    assert contents(run) == before
-    check_resumed(tiny_runs, run, finished)
 
 
 # --- disk ---
@@ -206,8 +189,7 @@ def test_the_reward_of_one_of_two_processes_fails(tiny_runs, tmp_path):
 
 
 @fault("R8.rank_fails")
-@pytest.mark.parametrize("how", ["its loss is not a number", "it raises"])
-def test_one_of_two_processes_fails_in_an_update(how, tiny_runs, tmp_path):
+def test_the_loss_of_one_of_two_processes_is_not_a_number(tiny_runs, tmp_path):
     """Before any of them takes the step."""
     run = tmp_path / "run"
 
@@ -216,20 +198,12 @@ def test_one_of_two_processes_fails_in_an_update(how, tiny_runs, tmp_path):
         compute = trainer._compute_loss
 
         def wrong(*args):
-            loss = compute(*args)
-            if rank == 0 or trainer.state.global_step == 0:
-                return loss
-            if how == "it raises":
-                raise KeyError("by itself")
-            return loss * float("nan")
+            return compute(*args) * (math.nan if rank and trainer.state.global_step else 1)
 
         trainer._compute_loss = wrong
         trainer.train()
 
     other, failed = (outcome.answer for outcome in on_ranks(2, work))
-    if how == "it raises":
-        assert "by itself" in failed and isinstance(other, str)  # gloo's error, if the launcher has not ended it
-    else:
-        assert "RuntimeError: The loss is nan at step 1" in failed
-        assert "The gradient is not finite" in other and "at step 1" in other
+    assert "RuntimeError: The loss is nan at step 1" in failed
+    assert "The gradient is not finite" in other and "at step 1" in other
     assert seal.last_checkpoint(run) == str(run / "checkpoint-1")

@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from qerl_trl.checkpoint import seal
@@ -180,16 +179,3 @@ def test_files_that_are_not_published_stay_here(server, exported, tmp_path):
     hub.push_folder(folder, REPO, notify=printed_lines.append)
     assert ", ".join(others) in printed_lines[0] and not set(others) & set(server.repos[REPO]["files"])
     assert "notes" not in server.text(REPO)[seal.MANIFEST_NAME]
-
-
-def test_an_adapter_that_was_not_sent_is_not_sent_for_the_next_one(server, tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    policies = [make_policy(tiny_model_dir("qwen2"), size=size) for size in (0.1, 0.3)]
-    server.fail = {r"POST /api/models/.*/commit/.*": 401}
-    with pytest.raises(hub.HubError):
-        hub.push_adapter(policies[0], REPO, "someone/base")
-    server.fail = {}
-    hub.push_adapter(policies[1], REPO, "someone/base")
-    sent = load(server.repos[REPO]["files"]["adapter_model.safetensors"])
-    name = "base_model.model.model.layers.0.mlp.up_proj.lora_B"
-    assert torch.equal(sent[f"{name}.weight"], policies[1].state_dict()[f"{name}.default.weight"])

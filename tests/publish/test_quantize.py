@@ -4,12 +4,10 @@ import json
 import multiprocessing
 import shutil
 import signal
-import threading
 import time
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,8 +20,6 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import quantize, write
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.tiny_runs import FILE, edit
-from tests.hub_server import TOKEN
-from tests.publish.conftest import CODE
 
 IDS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -66,32 +62,6 @@ def test_shards_workers_and_small_pieces_give_the_same_tensors(tiny_model_dir, t
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
     assert index["weight_map"].keys() == one.keys()
     assert not [name for name in one if not torch.equal(one[name].view(torch.uint8), many[name].view(torch.uint8))]
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_slices_odd_sizes_and_hashes(tmp_path, workers):
-    tensors = {
-        "odd": torch.arange(5, dtype=torch.uint8),
-        "scalar": torch.tensor(3.0),
-        "empty": torch.empty(0, 4),
-        "matrix": torch.randn(7, 3).bfloat16(),
-        "wide": torch.randn(6, 4),
-        "three": torch.randn(3).half(),
-    }
-
-    def job(name, tensor):
-        pieces = tensor.split(2) if name in ("matrix", "wide") else [tensor]
-        return write.Job((write.TensorSpec(name, tensor.dtype, tuple(tensor.shape)),), lambda: pieces)
-
-    with write.staging(tmp_path / "out", {}) as folder:
-        write.write_shards(folder, [job(*item) for item in tensors.items()], {}, workers=workers)
-    assert not seal.problems(tmp_path / "out")  # compares the hashes
-    content = (tmp_path / "out/model.safetensors").read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    for name, tensor in tensors.items():
-        assert header[name]["data_offsets"][0] % tensor.dtype.itemsize == 0
-    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
-        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.gpu
@@ -175,20 +145,6 @@ def test_other_options_do_not_continue_an_old_run(tiny_model_dir, tmp_path, monk
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
 
 
-def test_of_a_model_on_the_hub_the_repository_with_its_code_is_named(own_code, server, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    (own_code / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": {"AutoTokenizer": ["tokens_own.Own", None]}})
-    )
-    server.put("someone/own", **{path.name: path.read_bytes() for path in own_code.iterdir()})
-    quantize_folder("someone/own", tmp_path / "made", trust_remote_code=True)
-    assert "code of this model" not in caplog.text and not list((tmp_path / "made").glob("*.py"))
-    written = json.loads((tmp_path / "made/config.json").read_text())["auto_map"]
-    assert written == {role: f"someone/own--{name}" for role, name in CODE.items()}
-    tokenizer = json.loads((tmp_path / "made/tokenizer_config.json").read_text())["auto_map"]
-    assert tokenizer == {"AutoTokenizer": ["someone/own--tokens_own.Own", None]}
-
-
 def test_another_tokenizer_with_the_same_weights_is_another_base(tiny_model_dir, tiny_tokenizer, tmp_path):
     shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "source")
     tiny_tokenizer.save_pretrained(tmp_path / "source")
@@ -202,30 +158,3 @@ def test_another_tokenizer_with_the_same_weights_is_another_base(tiny_model_dir,
         quantize_folder(tmp_path / "source", tmp_path / "made")
     quantize_folder(tmp_path / "source", tmp_path / "made", overwrite=True)
     assert AutoTokenizer.from_pretrained(tmp_path / "made").chat_template == "{{ messages[0].content }}"
-
-
-def test_files_of_a_run_and_of_an_evaluation_are_not_copied(tiny_model_dir, tmp_path):
-    """A base that looks like a run cannot be replaced by a later command."""
-    source = shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "checkpoint-500")
-    others = {"trainer_state.json", "all_results.json", "before.json", "eval-gsm8k.json"}
-    for name in (*others, "tokenizer_config.json"):
-        (source / name).write_text("{}")
-    quantize_folder(source, tmp_path / "base")
-    names = {path.name for path in (tmp_path / "base").iterdir()}
-    assert not seal.of_a_run(tmp_path / "base") and "tokenizer_config.json" in names and not others & names
-    quantize_folder(source, tmp_path / "base", "four_over_six", overwrite=True)
-
-
-def test_bytes_in_work_stay_within_the_budget():
-    budget = quantize.Budget(100)
-    budget.acquire(80)
-    done = []
-    thread = threading.Thread(target=lambda: (budget.acquire(30), done.append(True)))
-    thread.start()
-    time.sleep(0.05)
-    assert not done
-    budget.release(80)
-    thread.join(2)
-    assert done
-    budget.release(30)
-    budget.acquire(500)  # larger than the budget, alone: allowed
