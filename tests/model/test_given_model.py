@@ -92,22 +92,6 @@ def test_an_adapter_of_transformers_is_trained_further(
     torch.testing.assert_close(logits(again), logits(policy), rtol=0, atol=2e-5)
 
 
-def test_a_new_adapter_of_transformers_is_trained(trainer_of, tiny_model_dir):
-    model = loaded(tiny_model_dir("qwen2"))
-    model.add_adapter(config_of(r=2))
-    trainer = trainer_of(model)
-    assert trainer.model.peft_config["default"].r == 2
-    trainer.train()
-
-
-def test_pissa_changes_the_base_only_once(make_adapter, trainer_of):
-    model = loaded(make_adapter(init_lora_weights="pissa"))
-    expected = logits(model)
-    policy = trainer_of(model).model
-    assert torch.equal(logits(policy), expected)
-    assert policy.peft_config["default"].init_lora_weights == "pissa"
-
-
 @pytest.mark.parametrize(
     ("lora", "options", "words"),
     [

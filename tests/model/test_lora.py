@@ -10,7 +10,6 @@ from qerl_trl.model.lora import (
     NVFP4LoraLinear,
     adapted_layers,
     check_adapter,
-    default_lora_config,
     prepare_trainable,
     register_nvfp4_lora,
     warn_of_dropout,
@@ -133,27 +132,11 @@ def test_an_unsupported_adapter_is_refused_by_name(config, words):
         register_nvfp4_lora(config)
 
 
-def test_default_adapter():
-    config = default_lora_config()
-    assert (config.r, config.lora_alpha, config.target_modules) == (32, 64, "all-linear")
-    register_nvfp4_lora(config)
-    assert config._custom_modules is None  # the user's configuration is not changed
-
-
 def test_an_adapter_that_cannot_train_is_refused(tiny_model_dir, tmp_path):
     adapted(quantized(tiny_model_dir)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is_trainable=True"):
         check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path))
     check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path, is_trainable=True))
-
-
-def test_bf16_adapters_are_warned_about(tiny_model_dir, caplog):
-    model = adapted(quantized(tiny_model_dir))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.bfloat16()
-    check_adapter(model)
-    assert "bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])

@@ -49,13 +49,6 @@ def test_trainer_pushes_adapter_with_card(server, tiny_runs, tmp_path):
     assert torch.equal(adapter[name], live[name])
 
 
-@pytest.mark.parametrize("private", [True, False])
-def test_privacy_of_a_push_overrides_the_arguments(server, tiny_runs, tmp_path, private):
-    trainer = tiny_runs.trainer(tmp_path, hub_model_id=REPO, hub_token=TOKEN, hub_private_repo=not private)
-    trainer.push_to_hub(base_model="someone/base", private=private)
-    assert server.repos[REPO]["private"] is private
-
-
 def test_an_rloo_run_is_published_as_one(server, tiny_runs, tmp_path):
     """From the live trainer, and from its checkpoint's files alone."""
     trainer = tiny_runs.trainer(tmp_path / "run", trainer_class=QeRLRLOOTrainer)

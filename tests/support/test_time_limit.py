@@ -62,17 +62,3 @@ def test_a_block_in_time_leaves_no_trace(seconds):
     with deadline(seconds, Late):
         assert any(thread.name == "deadline" for thread in threading.enumerate()) == bool(seconds)
     assert signal.getsignal(signal.SIGALRM) is before
-
-
-def test_another_thread_has_no_limit():
-    ended = []
-
-    def slow():
-        with deadline(0.01, Late):
-            busy(0.1)
-        ended.append(True)
-
-    thread = threading.Thread(target=slow)
-    thread.start()
-    thread.join()
-    assert ended
