@@ -1,5 +1,3 @@
-import re
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
@@ -109,23 +107,15 @@ def test_merge_and_unload_gives_a_plain_dense_model(tiny_model_dir, tmp_path):
     assert torch.equal(logits(stock), after)
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
-def test_an_init_that_changes_the_base_is_refused(init):
-    config = LoraConfig(r=4)
-    config.init_lora_weights = init
-    with pytest.raises(ValueError, match=f"{init}.*Name linear modules in target_modules"):
-        register_nvfp4_lora(config)
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (LoraConfig(init_lora_weights="pissa"), "pissa.*Name linear modules in target_modules"),
         (LoraConfig(target_modules=["q_proj", "lm_head"]), "lm_head"),
-        (LoraConfig(target_modules="lm_head"), "lm_head"),
         (LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]), "target_parameters"),
         (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PrefixTuningConfig"),
     ],
-    ids=["head-in-list", "head", "bare-parameters", "prefix-tuning"],
+    ids=["pissa", "head", "bare-parameters", "prefix-tuning"],
 )
 def test_an_unsupported_adapter_is_refused_by_name(config, words):
     with pytest.raises(ValueError, match=words):
@@ -158,14 +148,10 @@ def test_trainable_norms_are_float32_and_keep_the_stream_in_bf16(tiny_model_dir,
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "warned"),
-    [
-        ("qwen2", {}, None),
-        ("qwen2", {"attention_dropout": 0.1}, r"attention_dropout=0\.1.*model_init_kwargs={'attention_dropout': 0\.0}"),
-        ("phi3", {"resid_pdrop": 0.2}, r"resid_pdrop=0\.2.*model_init_kwargs={'resid_pdrop': 0\.0}"),
-    ],
+    ("options", "warned"),
+    [({}, ""), ({"attention_dropout": 0.1}, "attention_dropout=0.1")],
 )
-def test_dropout_of_the_model_is_warned_of(family, options, warned, caplog):
+def test_dropout_of_the_model_is_warned_of(options, warned, caplog):
     lora = LoraConfig(target_modules="all-linear", lora_dropout=0.05)  # the adapter's own is the user's choice
-    warn_of_dropout(get_peft_model(make_tiny_model(family, **options), lora))
-    assert re.search(warned, caplog.text) if warned else not caplog.text
+    warn_of_dropout(get_peft_model(make_tiny_model("qwen2", **options), lora))
+    assert warned in caplog.text and bool(caplog.text) == bool(warned)

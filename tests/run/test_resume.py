@@ -139,11 +139,10 @@ SAVE, STOP = "should_save", "should_training_stop"
         ({**STEPS, "max_steps": 7}, [], [], [3, 6, 7], 7),
         ({"max_steps": 4}, ["on_step_end"], [SAVE], [3], 4),
         ({}, ["on_step_end"], [SAVE, STOP], [3], 3),
-        ({}, ["on_log"], [SAVE, STOP], [3], 3),
         ({}, ["on_step_end"], [STOP], [], 1),
         ({**STEPS, "save_steps": 1}, EVENTS, [STOP], [3], 3),
     ],
-    ids=["steps", "save", "save-and-stop", "in-on-log", "stop-alone", "stop-in-every-event"],
+    ids=["steps", "save", "save-and-stop", "stop-alone", "stop-in-every-event"],
 )
 def test_saves_wait_for_the_end_of_a_rollout(make_trainer, tmp_path, caplog, options, events, asked, saved, steps):
     """Also those requested by a callback added after construction; the end of a training waits with its save."""
