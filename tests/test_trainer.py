@@ -103,7 +103,6 @@ def test_policy_scope_runs_on_policy(make_trainer):
     ("base_format", "init", "expected"),
     [
         ("nvfp4", {"torch_dtype": "bfloat16"}, torch.bfloat16),
-        ("nvfp4", {"torch_dtype": "bfloat16", "dtype": "float32"}, torch.float32),
         ("nvfp4", {"dtype": "auto"}, torch.bfloat16),
         ("full", {"dtype": "auto"}, torch.bfloat16),
     ],
@@ -137,9 +136,8 @@ def test_wrong_combinations_are_refused_with_the_remedy(make_trainer, tiny_model
         make_trainer(base_format="full")
     with pytest.raises(TypeError, match=r"got GRPOConfig.*QeRLConfig"):
         make_trainer(args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
-    for base_format in ("nvfp4", "bf16"):
-        with pytest.raises(ValueError, match="LoHaConfig"):
-            make_trainer(base_format=base_format, peft_config=LoHaConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="LoHaConfig"):
+        make_trainer(peft_config=LoHaConfig(target_modules=["q_proj"]))
 
 
 def test_every_argument_of_trl_may_come_by_position(tiny_model_dir, tiny_tokenizer, tmp_path):
@@ -149,17 +147,11 @@ def test_every_argument_of_trl_may_come_by_position(tiny_model_dir, tiny_tokeniz
     )
     assert trainer.model.peft_config["default"].r == 4
     assert trainer.model.config.quantization_config.scale_rule == "four_over_six"
-    with pytest.raises(TypeError, match="multiple values"):
-        QeRLGRPOTrainer("model", spread_reward, settings(tmp_path), PROMPTS, train_dataset=PROMPTS)
 
 
 def test_a_second_noise_callback_is_an_error(make_trainer):
     with pytest.raises(ValueError, match=r"already carries .*QeRL trainers bring their own"):
         make_trainer(callbacks=[AQNCallback()], aqn=True).train()
-    trainer = make_trainer(aqn=True)
-    trainer.add_callback(AQNCallback("constant", sigma_start=0.3, scope="policy"))
-    with pytest.raises(ValueError, match="already carries"):
-        trainer.train()
 
 
 # --- noise and exactness ---------------------------------------------------------------------------------------------
@@ -190,10 +182,9 @@ class SaveCheck(TrainerCallback):
     on_step_end = on_save = on_log = on_train_end = on_step_begin
 
 
-@pytest.mark.parametrize("scope", ["rollout", "policy"])
-def test_no_event_ever_sees_a_noisy_weight(make_trainer, tiny_model_dir, scope):
+def test_no_event_ever_sees_a_noisy_weight(make_trainer, tiny_model_dir):
     check = SaveCheck()
-    options = {"aqn_scope": scope, "aqn_sigma_start": 0.5, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    options = {"aqn_scope": "policy", "aqn_sigma_start": 0.5, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(callbacks=[check], **options)
     trainer.train()
     assert check.seen >= 12
@@ -242,25 +233,21 @@ def test_bad_runs_are_warned_of_once(make_trainer, caplog, trainer_class):
         assert sum(words in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("reward", "scale"), [("by prompt", "batch"), (0.1, "group"), (-0.7, "none")])
-def test_equal_rewards_in_each_group_are_warned_of(make_trainer, caplog, reward, scale):
-    """With "batch" TRL logs the spread of the whole batch; the mean of equal rewards may be rounded."""
+def test_rewards_equal_in_each_group_alone_are_warned_of(make_trainer, caplog):
+    """With "batch" TRL logs the spread of the whole batch."""
 
-    def equal(completions, prompts, **kwargs):
-        return [float(sum(prompt.encode())) if reward == "by prompt" else reward for prompt in prompts]
+    def by_prompt(completions, prompts, **kwargs):
+        return [float(sum(prompt.encode())) for prompt in prompts]
 
-    options = {"scale_rewards": scale, "zero_advantage_patience": 2, "num_generations": 4 if scale == "batch" else 8}
-    make_trainer(reward=equal, **options).train()
+    make_trainer(reward=by_prompt, scale_rewards="batch", zero_advantage_patience=2).train()
     assert "in the last 2 rollouts" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("problems", "given", "words"),
     [
-        (1, {}, "1 training problems are fewer than the 2 prompts of a rollout"),
         (3, {"steps_per_generation": 2}, "3 training problems are fewer than the 4 prompts of a rollout"),
         (None, {"max_steps": 0}, "max_steps=0"),
-        (None, {"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0"),
     ],
 )
 def test_a_training_of_no_step_is_refused(make_trainer, tmp_path, problems, given, words):
