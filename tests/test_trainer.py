@@ -257,12 +257,3 @@ def test_a_training_of_no_step_is_refused(make_trainer, tmp_path, problems, give
     with pytest.raises(ValueError, match=re.escape(words)):
         trainer.train()
     assert not [*(tmp_path / "run").glob("*.safetensors")]
-
-
-def test_evaluations_outside_of_a_training_draw_other_completions(make_trainer):
-    trainer = make_trainer(eval_dataset=PROMPTS.select(range(2)), per_device_eval_batch_size=8)
-    drawn = []
-    for _ in range(2):
-        trainer.evaluate()
-        drawn.append(list(trainer._logs["completion"]))
-    assert drawn[0] != drawn[1][-len(drawn[0]) :]

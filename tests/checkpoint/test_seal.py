@@ -86,17 +86,6 @@ def test_a_checkpoint_is_kept_until_its_replacement_is_sealed(whole):
     assert left(run) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_crash_leaves_no_torn_manifest(whole, monkeypatch):
-    def crash(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(seal.os, "replace", crash)
-    before = (whole / seal.MANIFEST_NAME).read_text()
-    with pytest.raises(KeyboardInterrupt):
-        seal.seal(whole, {"seed": 99})
-    assert (whole / seal.MANIFEST_NAME).read_text() == before
-
-
 def test_the_newest_is_the_last_sealed_at_any_step(tmp_path):
     for step in (4, 6, 8):
         sealed(tmp_path, step, seal.next_order(tmp_path))

@@ -59,14 +59,6 @@ def test_unusable_references_are_refused_before_anything_is_generated(finished, 
     assert code == 2 and "Problem 0 (from 0): The reference None is no text and no number" in err
 
 
-@pytest.mark.parametrize(("dataset", "noted"), [(None, True), ("openai/gsm8k", False)])
-def test_another_benchmark_than_the_runs_own_gives_a_note(dataset, noted, finished, tmp_path):
-    folder = shutil.copytree(finished[0], tmp_path / "run")
-    (folder / "results.json").write_text(json.dumps({"task": "words", "dataset": dataset}))
-    _, _, err = call("eval", folder)
-    assert ("measured on its task, words. This measures gsm8k; --task" in err) is noted
-
-
 def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenizer, problems, tmp_path, monkeypatch):
     """vLLM's default rounds a float32 model to 16 bits."""
     served = []

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,18 +53,6 @@ def test_four_commands_publish_a_run(finished, tiny_model_dir, tmp_path, write_r
     assert torch.equal(logits(again.model).argmax(-1), expected)
     on_published_base = load_policy(tmp_path / "adapter", base_model=str(tmp_path / "base"), dtype="float32")
     assert torch.equal(logits(on_published_base.model), logits(policy))
-
-
-def test_an_existing_destination_is_refused_before_a_base_is_loaded(finished, tmp_path, monkeypatch):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    assert call("merge", finished[0], tmp_path / "adapter", "--as", "adapter")[0] == 0
-    monkeypatch.setattr("qerl_trl.publish.load.load_policy", lambda *args, **kwargs: 1 / 0)
-    for name, words in (("full", ()), ("adapter", ("--as", "base"))):
-        code, _, err = call("merge", finished[0], tmp_path / name, *words)
-        assert code == 2 and f"{name} already exists" in err
-    with pytest.raises(ZeroDivisionError):
-        call("merge", finished[0], tmp_path / "adapter", "--overwrite")
 
 
 def test_a_merge_onto_the_original_base_is_another_model_and_measured(finished, tmp_path, write_rows):

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import Script, load_adapter
-from qerl_trl.memory.workload import workload_of_file
 from tests.trainers import float32_base
 
 IDS = torch.arange(5, 45)[None]
@@ -100,17 +99,12 @@ def test_an_adapter_of_transformers_may_be_refused(lora, options, words, make_ad
         trainer_of(model, **options)
 
 
-@pytest.mark.parametrize("base_format", ["nvfp4", "full"])
-def test_a_path_below_the_home_folder(base_format, trainer_of, tiny_model_dir, tmp_path, monkeypatch):
+def test_a_path_below_the_home_folder(trainer_of, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x").symlink_to(tiny_model_dir("qwen2"))
-    recipe = {"model_name_or_path": "~/x", "output_dir": "~/run", "base_format": base_format, "report_to": "none"}
-    recipe |= {"use_cpu": "true", "bf16": "false"}
-    (file := tmp_path / "run.yaml").write_text("\n".join(f"{name}: {value}" for name, value in recipe.items()))
-    assert workload_of_file(file, 100)[0] == str(tmp_path / "x")
-    script = Script.parse(argv=["--config", str(file), "--task", "letters"])
+    script = Script.parse(argv=["--model_name_or_path", "~/x", "--output_dir", "~/run", "--task", "letters"])
     assert script.model_args.model_name_or_path == str(tmp_path / "x")
-    assert trainer_of("~/x", base_format=base_format).model.config._name_or_path == str(tmp_path / "x")
+    assert trainer_of("~/x").model.config._name_or_path == str(tmp_path / "x")
 
 
 def test_an_adapters_folder_is_refused_with_the_way_to_train_it(

@@ -47,17 +47,6 @@ def test_resume_continues_the_same_trajectory(make_trainer, tmp_path, case):
     assert len(saved) == len(adapter_of(whole))
 
 
-def test_a_resumed_older_checkpoint_continues_its_own_order(make_trainer, tmp_path):
-    run = tmp_path / "run"
-    make_trainer(max_steps=6, **STEPS).train()
-    shutil.rmtree(run / "checkpoint-6")
-    back = make_trainer(max_steps=6, **STEPS)
-    back.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    shutil.rmtree(run / "checkpoint-6")
-    assert last_checkpoint(run) == str(run / "checkpoint-4")
-    assert order_of(run / "checkpoint-4") > order_of(run / "checkpoint-2") + 1  # the one before had that number
-
-
 def test_resume_of_a_peft_model_with_its_reference(make_trainer, tiny_model_dir, tmp_path):
     """With beta > 0 TRL keeps the given adapter as a second one, "ref": both come back."""
 
@@ -114,17 +103,6 @@ def test_evaluations_do_not_change_the_trajectory(make_trainer, tmp_path):
         resumed = make_trainer(**options, **then)
         resumed.train(resume_from_checkpoint=True)
         assert_identical(adapter_of(resumed), adapter_of(whole))
-
-
-def test_a_second_training_starts_over(make_trainer):
-    options = {"gradient_accumulation_steps": 4, "max_steps": 4, **STEPS}
-    make_trainer(**options).train()
-    trainer = make_trainer(**options)
-    trainer.train(resume_from_checkpoint=True)
-    assert len(logged(trainer, "loss")) == 4  # the finished run, and no step more
-    trainer.train()
-    assert trainer._resumed is None
-    assert len(logged(trainer, "loss")) == 4
 
 
 # --- between rollouts ------------------------------------------------------------------------------------------------
