@@ -35,9 +35,6 @@ def compute_dtypes(trainer) -> set[torch.dtype]:
     return {module.compute_dtype for module in trainer.model.modules() if isinstance(module, NVFP4Linear)}
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
-
-
 @grpo_and_rloo
 def test_trains_the_adapter_and_nothing_else(make_trainer, trainer_class, capsys, tmp_path):
     options = {"log_completions": True, "num_completions_to_print": 0}
@@ -96,9 +93,6 @@ def test_policy_scope_runs_on_policy(make_trainer):
     assert not logged(trainer, "rollout/mismatch_kl")
 
 
-# --- models, arguments -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("base_format", "init", "expected"),
     [
@@ -154,9 +148,6 @@ def test_a_second_noise_callback_is_an_error(make_trainer):
         make_trainer(callbacks=[AQNCallback()], aqn=True).train()
 
 
-# --- noise and exactness ---------------------------------------------------------------------------------------------
-
-
 def test_sigma_zero_equals_no_noise_bit_for_bit(make_trainer):
     adapters = []
     for noise in ({"aqn_sigma_start": 0.0, "aqn_sigma_end": 0.0}, {"aqn": False}, {"aqn_sigma_start": 0.5}):
@@ -193,23 +184,6 @@ def test_no_event_ever_sees_a_noisy_weight(make_trainer, tiny_model_dir):
         assert torch.equal(trainer.model.eval()(IDS).logits, expected)
 
 
-def test_after_an_exception_the_model_is_clean(make_trainer):
-    calls = []
-
-    def fails_in_the_noise(completions, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyError("user code")
-        return spread_reward(completions)
-
-    trainer = make_trainer(reward=fails_in_the_noise, aqn_scope="policy", aqn_sigma_start=0.5, max_steps=4)
-    with pytest.raises(RuntimeError, match="user code"):
-        trainer.train()
-    with torch.no_grad():
-        assert torch.equal(trainer.model.train()(IDS).logits, trainer.model.eval()(IDS).logits)
-    assert trainer.aqn.norms == ()
-
-
 def test_effective_arguments_are_recorded(make_trainer):
     """TRL copies most arguments when it is built, and does not read them again (#46)."""
     trainer = make_trainer(epsilon=0.3, beta=0.0, learning_rate=1e-4)
@@ -219,9 +193,6 @@ def test_effective_arguments_are_recorded(make_trainer):
     trainer.epsilon_low, trainer.args.learning_rate = 0.25, 1e-3  # these act
     after = run_settings(trainer)
     assert after["options"]["epsilon"] == 0.25 and after["learning_rate"] == 1e-3
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 @grpo_and_rloo

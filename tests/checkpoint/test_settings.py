@@ -35,9 +35,6 @@ def then(tiny_runs, tmp_path_factory):
 
 
 def test_settings_of_a_run(settings_of, then, tiny_runs):
-    class Mine(QeRLRLOOTrainer):
-        _name = "Mine"
-
     assert set(then) <= set(identity.RunSettings.__annotations__)
     assert (then["trainer"], then["seed"], then["base_format"], then["dtype"]) == ("GRPO", 42, "nvfp4", "float32")
     assert then["model"] == tiny_runs.model
@@ -45,7 +42,6 @@ def test_settings_of_a_run(settings_of, then, tiny_runs):
     assert then["lora"]["r"] == 4 and any(name.endswith("q_proj") for name in then["lora"]["targets"])
     assert then["loss_type"] == "dapo" and "aqn_entropy_target" not in then
     assert settings_of(trainer_class=QeRLRLOOTrainer)["trainer"] == "RLOO"
-    assert settings_of(trainer_class=Mine)["trainer"] == "Mine"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +125,6 @@ def test_data_are_identified_by_their_content(tmp_path):
     kinds = Features({"prompt": Value("string"), "image": Image()})
     assert fingerprint(Dataset.from_dict({"prompt": ["a"], "image": [None]}, kinds)) is not None
 
-
-# --- the tokenizer ---
 
 TEXTS = ["the norm's weights: 12 + 34.5 = 46.5", "more words, and words again", "one Klingon beside nine others"] * 9
 SPECIAL = ["<pad>", "<eos>", "<unk>"]

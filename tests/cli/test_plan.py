@@ -109,9 +109,6 @@ def test_a_mixture_of_experts_is_planned_without_an_engine(tmp_path):
     assert code == 0 and "modules_to_not_convert: [experts]" in err
 
 
-# --- tune
-
-
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """A GPU on which a measurement takes no time; holds the arguments of the measurement."""

@@ -105,8 +105,6 @@ def test_evaluations_do_not_change_the_trajectory(make_trainer, tmp_path):
         assert_identical(adapter_of(resumed), adapter_of(whole))
 
 
-# --- between rollouts ------------------------------------------------------------------------------------------------
-
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_") and "train" not in name]
 SAVE, STOP = "should_save", "should_training_stop"
 
@@ -149,9 +147,6 @@ def test_the_best_checkpoint_is_one_that_was_evaluated_between_rollouts(make_tra
     saved = load_file(tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors")
     loaded = {name.replace(".default", ""): value for name, value in adapter_of(trainer).items()}
     assert_identical({name: saved[name] for name in loaded}, loaded)
-
-
-# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_path, monkeypatch):

@@ -78,21 +78,6 @@ def test_data_and_rewards_of_a_recipe(parse):
     assert parse(recipe="task: gsm8k\n").task.dataset_config == parse().task.dataset_config == "main"
 
 
-def test_fewer_problems_than_a_rollout_has_prompts_are_refused_before_a_model_is_loaded(parse):
-    """It ended after minutes, with an untrained adapter, a card and results.json (0.0 %)."""
-    rows = [{"prompt": f"Backwards: ABC{i}", "answer": f"{i}CBA"} for i in range(20)]
-    own = Task(dataset_name=lambda: {"train": rows[:5], "test": rows}, grader="exact", answer_format="whole")
-    sizes = ("--per_device_train_batch_size", "128", "--num_generations", "16")
-    with pytest.raises(ValueError, match="5 training problems are fewer than the 8 prompts of a rollout"):
-        parse(*sizes, "--model_name_or_path", "examples/assets/tiny-tasks", task=own).trainer_arguments()
-
-
-def test_a_missing_model_is_refused_before_data_is_read(parse):
-    own = Task(dataset_name=lambda: pytest.fail("the data was read"), grader="exact")
-    with pytest.raises(ValueError, match="typo is neither a folder here nor a Hub id"):
-        parse("--model_name_or_path", "./typo", task=own).trainer_arguments()
-
-
 @pytest.mark.parametrize("words", [[], ["--use_cpu=true", "--max_completion_length", "32"]])
 def test_a_model_without_a_recipe_gets_no_value_of_the_embedded_one(words, capsys, monkeypatch, tmp_path):
     """Its learning rate, lengths, data and adapter are for the tiny model alone."""
