@@ -54,7 +54,6 @@ def test_settings_of_a_run(settings_of, then, tiny_runs):
             {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=True)},
             "lora.options: not set then, {'use_rslora': True} now",
         ),
-        ({"cache_implementation": "quantized"}, "cache_implementation: not set then, 'quantized' now"),
         (
             {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
             "vllm_engine_kwargs: not set then, {'kv_cache_dtype': 'fp8'} now",
