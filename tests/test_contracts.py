@@ -50,6 +50,7 @@ def test_overridden_methods(cls):
     names = parameters(cls.__init__)
     assert names[1:4] == ["model", "reward_funcs", "args"], "QeRLMixin.__init__ takes these three by position"
     assert {"quantization_config", "peft_config"} <= set(names)
+    assert "resume_from_checkpoint" in parameters(cls.train) and parameters(cls._get_output_dir) == ["self", "trial"]
 
 
 @pytest.mark.parametrize("cls", [QeRLGRPOTrainer, QeRLRLOOTrainer])
@@ -101,11 +102,6 @@ def test_upstream_source_has_the_names_used_here(where, texts, use):
     source = inspect.getsource(where)
     for text in texts:
         assert text in source, f"{text}: {use}"
-
-
-def test_trainer_arguments():
-    assert "resume_from_checkpoint" in parameters(Trainer.train)
-    assert parameters(Trainer._get_output_dir) == ["self", "trial"]
 
 
 def test_peft_custom_modules():

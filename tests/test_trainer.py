@@ -1,4 +1,3 @@
-import copy
 import math
 import re
 
@@ -6,7 +5,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoHaConfig, get_peft_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
@@ -35,9 +33,6 @@ grpo_and_rloo = pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLR
 
 def compute_dtypes(trainer) -> set[torch.dtype]:
     return {module.compute_dtype for module in trainer.model.modules() if isinstance(module, NVFP4Linear)}
-
-
-# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 @grpo_and_rloo
@@ -98,27 +93,10 @@ def test_policy_scope_runs_on_policy(make_trainer):
     assert not logged(trainer, "rollout/mismatch_kl")
 
 
-def test_trainable_norms_with_autocast(make_trainer):
-    peft_config = copy.deepcopy(LORA)
-    peft_config.modules_to_save = ["input_layernorm", "post_attention_layernorm"]
-    options = {"bf16": True, "model_init_kwargs": None, "gradient_checkpointing": True}
-    trainer = make_trainer(peft_config=peft_config, max_steps=4, **options)
-    assert compute_dtypes(trainer) == {torch.bfloat16}
-    norms = {n: p for n, p in trainer.model.named_parameters() if "modules_to_save" in n}
-    before = {n: p.detach().clone() for n, p in norms.items()}
-    trainer.train()
-    assert all(p.dtype == torch.float32 and not torch.equal(p, before[n]) for n, p in norms.items())
-    assert max(logged(trainer, "aqn/sigma")) > 0 and all(math.isfinite(loss) for loss in logged(trainer, "loss"))
-
-
-# --- models, arguments -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("base_format", "init", "expected"),
     [
         ("nvfp4", {"torch_dtype": "bfloat16"}, torch.bfloat16),
-        ("nvfp4", {"torch_dtype": "bfloat16", "dtype": "float32"}, torch.float32),
         ("nvfp4", {"dtype": "auto"}, torch.bfloat16),
         ("full", {"dtype": "auto"}, torch.bfloat16),
     ],
@@ -152,9 +130,8 @@ def test_wrong_combinations_are_refused_with_the_remedy(make_trainer, tiny_model
         make_trainer(base_format="full")
     with pytest.raises(TypeError, match=r"got GRPOConfig.*QeRLConfig"):
         make_trainer(args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
-    for base_format in ("nvfp4", "bf16"):
-        with pytest.raises(ValueError, match="LoHaConfig"):
-            make_trainer(base_format=base_format, peft_config=LoHaConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="LoHaConfig"):
+        make_trainer(peft_config=LoHaConfig(target_modules=["q_proj"]))
 
 
 def test_every_argument_of_trl_may_come_by_position(tiny_model_dir, tiny_tokenizer, tmp_path):
@@ -164,20 +141,11 @@ def test_every_argument_of_trl_may_come_by_position(tiny_model_dir, tiny_tokeniz
     )
     assert trainer.model.peft_config["default"].r == 4
     assert trainer.model.config.quantization_config.scale_rule == "four_over_six"
-    with pytest.raises(TypeError, match="multiple values"):
-        QeRLGRPOTrainer("model", spread_reward, settings(tmp_path), PROMPTS, train_dataset=PROMPTS)
 
 
 def test_a_second_noise_callback_is_an_error(make_trainer):
     with pytest.raises(ValueError, match=r"already carries .*QeRL trainers bring their own"):
         make_trainer(callbacks=[AQNCallback()], aqn=True).train()
-    trainer = make_trainer(aqn=True)
-    trainer.add_callback(AQNCallback("constant", sigma_start=0.3, scope="policy"))
-    with pytest.raises(ValueError, match="already carries"):
-        trainer.train()
-
-
-# --- noise and exactness ---------------------------------------------------------------------------------------------
 
 
 def test_sigma_zero_equals_no_noise_bit_for_bit(make_trainer):
@@ -205,49 +173,15 @@ class SaveCheck(TrainerCallback):
     on_step_end = on_save = on_log = on_train_end = on_step_begin
 
 
-@pytest.mark.parametrize("scope", ["rollout", "policy"])
-def test_no_event_ever_sees_a_noisy_weight(make_trainer, tiny_model_dir, scope):
+def test_no_event_ever_sees_a_noisy_weight(make_trainer, tiny_model_dir):
     check = SaveCheck()
-    options = {"aqn_scope": scope, "aqn_sigma_start": 0.5, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    options = {"aqn_scope": "policy", "aqn_sigma_start": 0.5, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(callbacks=[check], **options)
     trainer.train()
     assert check.seen >= 12
     with torch.no_grad(), trainer.model.disable_adapter():
         expected = float32_base(tiny_model_dir("qwen2"))(IDS).logits
         assert torch.equal(trainer.model.eval()(IDS).logits, expected)
-
-
-def test_merged_and_saved_files_do_not_contain_noise(make_trainer, tmp_path):
-    """With learning rate 0, all that a noisy run writes equals the weights before it."""
-    options = {"learning_rate": 0.0, "aqn_scope": "policy", "aqn_sigma_start": 0.5, "max_steps": 4}
-    trainer = make_trainer(**options, save_strategy="steps")
-    for when in ("before", "after"):
-        trainer.save_merged(tmp_path / f"merged-{when}")
-        trainer.save_base(tmp_path / f"base-{when}")
-        if when == "before":
-            trainer.train()
-    assert max(logged(trainer, "aqn/sigma")) == 0.5
-    for kind in ("merged", "base"):
-        assert_identical(
-            *(load_file(tmp_path / f"{kind}-{when}" / "model.safetensors") for when in ("before", "after"))
-        )
-
-
-def test_after_an_exception_the_model_is_clean(make_trainer):
-    calls = []
-
-    def fails_in_the_noise(completions, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyError("user code")
-        return spread_reward(completions)
-
-    trainer = make_trainer(reward=fails_in_the_noise, aqn_scope="policy", aqn_sigma_start=0.5, max_steps=4)
-    with pytest.raises(RuntimeError, match="user code"):
-        trainer.train()
-    with torch.no_grad():
-        assert torch.equal(trainer.model.train()(IDS).logits, trainer.model.eval()(IDS).logits)
-    assert trainer.aqn.norms == ()
 
 
 def test_effective_arguments_are_recorded(make_trainer):
@@ -261,9 +195,6 @@ def test_effective_arguments_are_recorded(make_trainer):
     assert after["options"]["epsilon"] == 0.25 and after["learning_rate"] == 1e-3
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
 @grpo_and_rloo
 def test_bad_runs_are_warned_of_once(make_trainer, caplog, trainer_class):
     """The random model never ends a completion, and its rewards are equal."""
@@ -273,25 +204,21 @@ def test_bad_runs_are_warned_of_once(make_trainer, caplog, trainer_class):
         assert sum(words in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("reward", "scale"), [("by prompt", "batch"), (0.1, "group"), (-0.7, "none")])
-def test_equal_rewards_in_each_group_are_warned_of(make_trainer, caplog, reward, scale):
-    """With "batch" TRL logs the spread of the whole batch; the mean of equal rewards may be rounded."""
+def test_rewards_equal_in_each_group_alone_are_warned_of(make_trainer, caplog):
+    """With "batch" TRL logs the spread of the whole batch."""
 
-    def equal(completions, prompts, **kwargs):
-        return [float(sum(prompt.encode())) if reward == "by prompt" else reward for prompt in prompts]
+    def by_prompt(completions, prompts, **kwargs):
+        return [float(sum(prompt.encode())) for prompt in prompts]
 
-    options = {"scale_rewards": scale, "zero_advantage_patience": 2, "num_generations": 4 if scale == "batch" else 8}
-    make_trainer(reward=equal, **options).train()
+    make_trainer(reward=by_prompt, scale_rewards="batch", zero_advantage_patience=2).train()
     assert "in the last 2 rollouts" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("problems", "given", "words"),
     [
-        (1, {}, "1 training problems are fewer than the 2 prompts of a rollout"),
         (3, {"steps_per_generation": 2}, "3 training problems are fewer than the 4 prompts of a rollout"),
         (None, {"max_steps": 0}, "max_steps=0"),
-        (None, {"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0"),
     ],
 )
 def test_a_training_of_no_step_is_refused(make_trainer, tmp_path, problems, given, words):
@@ -301,12 +228,3 @@ def test_a_training_of_no_step_is_refused(make_trainer, tmp_path, problems, give
     with pytest.raises(ValueError, match=re.escape(words)):
         trainer.train()
     assert not [*(tmp_path / "run").glob("*.safetensors")]
-
-
-def test_evaluations_outside_of_a_training_draw_other_completions(make_trainer):
-    trainer = make_trainer(eval_dataset=PROMPTS.select(range(2)), per_device_eval_batch_size=8)
-    drawn = []
-    for _ in range(2):
-        trainer.evaluate()
-        drawn.append(list(trainer._logs["completion"]))
-    assert drawn[0] != drawn[1][-len(drawn[0]) :]

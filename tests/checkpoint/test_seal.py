@@ -3,7 +3,6 @@ import json
 import pytest
 
 from qerl_trl.checkpoint import seal
-from qerl_trl.publish import outgoing
 from qerl_trl.run import folder as run_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -42,28 +41,17 @@ def edit(folder, **changes):
     (folder / seal.MANIFEST_NAME).write_text(json.dumps(content | changes))
 
 
-def write_manifest(content):
-    return lambda folder: (folder / seal.MANIFEST_NAME).write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: (f / seal.MANIFEST_NAME).unlink(), "stopped before the folder was complete"),
-        (write_manifest(b'{"files"'), "unreadable"),
-        (write_manifest(b"[]"), "unreadable"),
-        (write_manifest(b"\xff\xfe{}"), "unreadable"),
-        (write_manifest(b'{"files": {"a": {}}, "run": {}}'), "unreadable"),
-        (write_manifest(b'{"files": {"a": 3}, "run": {}}'), "unreadable"),
-        (write_manifest(b'{"files": {"../x": {"bytes": 1, "sha256": ""}}, "run": {}}'), "outside of the folder"),
+        (lambda f: (f / seal.MANIFEST_NAME).write_text('{"files"'), "unreadable"),
         (lambda f: edit(f, run={"seed": 2}), "changed after it was written"),
-        (lambda f: edit(f, order=9), "changed after it was written"),
-        (lambda f: edit(f, order="9"), "changed after it was written"),
         (lambda f: (f / "trainer_state.json").unlink(), "trainer_state.json is missing"),
         (lambda f: (f / WEIGHTS).write_bytes(b"weight"), "has 6 bytes, 7 were written"),
         (lambda f: (f / WEIGHTS).write_bytes(b"weightZ"), "SHA-256 differs"),
     ],
-    ids="no-manifest torn list not-utf8 no-bytes no-entry outside run order text missing truncated flipped".split(),
+    ids="no-manifest torn run missing truncated flipped".split(),
 )
 def test_damage_is_named_and_the_older_checkpoint_is_taken(tmp_path, damage, message, caplog):
     earlier, damaged = sealed(tmp_path, 2, 1), sealed(tmp_path, 4, 2)
@@ -72,11 +60,6 @@ def test_damage_is_named_and_the_older_checkpoint_is_taken(tmp_path, damage, mes
     assert message in seal.problems(damaged)[0]
     assert seal.last_checkpoint(tmp_path) == str(earlier)
     assert "checkpoint-4" in caplog.text and message in caplog.text
-
-
-def test_no_checkpoint_at_all(tmp_path):
-    assert seal.last_checkpoint(tmp_path) is None
-    assert seal.last_checkpoint(tmp_path / "missing") is None
 
 
 def test_verify_refuses_damage_and_warns_of_a_foreign_checkpoint(whole, caplog):
@@ -101,17 +84,6 @@ def test_a_checkpoint_is_kept_until_its_replacement_is_sealed(whole):
     assert seal.last_checkpoint(run) == str(whole)
     seal.replaced(whole)
     assert left(run) == ["checkpoint-2", "checkpoint-4"]
-
-
-def test_a_crash_leaves_no_torn_manifest(whole, monkeypatch):
-    def crash(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(seal.os, "replace", crash)
-    before = (whole / seal.MANIFEST_NAME).read_text()
-    with pytest.raises(KeyboardInterrupt):
-        seal.seal(whole, {"seed": 99})
-    assert (whole / seal.MANIFEST_NAME).read_text() == before
 
 
 def test_the_newest_is_the_last_sealed_at_any_step(tmp_path):
@@ -146,22 +118,3 @@ def test_rotation_removes_unsealed_checkpoints_first_and_keeps_the_new_and_the_b
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-3"]
     seal.rotate(tmp_path, 1, keep=[new])
     assert left(tmp_path) == ["checkpoint-3"]
-
-
-def test_a_run_continued_in_another_folder_keeps_counting(tmp_path):
-    """Copied back, its later checkpoints are newer."""
-    for step in (50, 100, 150):
-        sealed(tmp_path / "a", step, seal.next_order(tmp_path / "a"))
-    since = seal.order_of(tmp_path / "a/checkpoint-150")
-    for step in (200, 300):
-        sealed(tmp_path / "b", step, seal.next_order(tmp_path / "b", since))
-    for step in (200, 300):
-        (tmp_path / f"b/checkpoint-{step}").rename(tmp_path / f"a/checkpoint-{step}")
-    assert seal.last_checkpoint(tmp_path / "a") == str(tmp_path / "a/checkpoint-300")
-
-
-def test_a_pushed_checkpoint_keeps_its_order(tmp_path):
-    sent = outgoing.checkpoint_files(sealed(tmp_path, 4, 7), "last-checkpoint", {})
-    (tmp_path / "again").mkdir()
-    (tmp_path / "again" / seal.MANIFEST_NAME).write_bytes(sent[f"last-checkpoint/{seal.MANIFEST_NAME}"])
-    assert seal.order_of(tmp_path / "again") == 7

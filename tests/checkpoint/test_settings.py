@@ -1,7 +1,6 @@
 """The settings that a run records: they refuse a resume of another run, and nothing else does."""
 
 import copy
-import dataclasses
 import json
 import shutil
 
@@ -12,14 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    CTRLTokenizer,
-    GPT2Tokenizer,
-    LlamaTokenizer,
     PreTrainedTokenizerFast,
-    Qwen2Tokenizer,
 )
 
-from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained
+from qerl_trl import QeRLRLOOTrainer, from_pretrained
 from qerl_trl.checkpoint import settings as identity
 from qerl_trl.checkpoint.fingerprint import base_config
 from qerl_trl.checkpoint.settings import recorded_tokenizer as recorded
@@ -39,17 +34,7 @@ def then(tiny_runs, tmp_path_factory):
     return json.loads(json.dumps(identity.run_settings(tiny_runs.trainer(tmp_path_factory.mktemp("run")))))
 
 
-def test_every_recorded_name_is_an_argument_and_has_a_type():
-    arguments = {field.name for config in (QeRLConfig, QeRLRLOOConfig) for field in dataclasses.fields(config)}
-    computed = {"world_size"}  # a property of TrainingArguments
-    assert set(identity.RecordedArguments.__annotations__) - computed <= arguments
-    assert set(identity.RecordedArguments.__annotations__) <= set(identity.RunSettings.__annotations__)
-
-
 def test_settings_of_a_run(settings_of, then, tiny_runs):
-    class Mine(QeRLRLOOTrainer):
-        _name = "Mine"
-
     assert set(then) <= set(identity.RunSettings.__annotations__)
     assert (then["trainer"], then["seed"], then["base_format"], then["dtype"]) == ("GRPO", 42, "nvfp4", "float32")
     assert then["model"] == tiny_runs.model
@@ -57,7 +42,6 @@ def test_settings_of_a_run(settings_of, then, tiny_runs):
     assert then["lora"]["r"] == 4 and any(name.endswith("q_proj") for name in then["lora"]["targets"])
     assert then["loss_type"] == "dapo" and "aqn_entropy_target" not in then
     assert settings_of(trainer_class=QeRLRLOOTrainer)["trainer"] == "RLOO"
-    assert settings_of(trainer_class=Mine)["trainer"] == "Mine"
 
 
 @pytest.mark.parametrize(
@@ -65,13 +49,11 @@ def test_settings_of_a_run(settings_of, then, tiny_runs):
     [
         ({"learning_rate": 2e-3}, "learning_rate: 0.001 then, 0.002 now"),
         ({"epsilon_high": 0.28}, "epsilon_high: not set then, 0.28 now"),
-        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs: not set then, {'x': 1} now"),
         ({"base_format": "bf16"}, "base_format: 'nvfp4' then, 'bf16' now"),
         (
             {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=True)},
             "lora.options: not set then, {'use_rslora': True} now",
         ),
-        ({"cache_implementation": "quantized"}, "cache_implementation: not set then, 'quantized' now"),
         (
             {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
             "vllm_engine_kwargs: not set then, {'kv_cache_dtype': 'fp8'} now",
@@ -143,41 +125,24 @@ def test_data_are_identified_by_their_content(tmp_path):
     assert fingerprint(Dataset.from_dict({"prompt": ["a"], "image": [None]}, kinds)) is not None
 
 
-# --- the tokenizer ---
-
 TEXTS = ["the norm's weights: 12 + 34.5 = 46.5", "more words, and words again", "one Klingon beside nine others"] * 9
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
 
-def bytes_of(merges: int = 40) -> Tokenizer:
+def bytes_of() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    size = len(alphabet) + len(SPECIAL) + merges
-    options = {"vocab_size": size, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
+    options = {"vocab_size": len(alphabet) + 43, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
     tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(**options))
     return tokenizer
 
 
-def wrapped(tokenizer=None):
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer or bytes_of(), pad_token="<pad>", eos_token="<eos>")
+def wrapped():
+    made = PreTrainedTokenizerFast(tokenizer_object=bytes_of(), pad_token="<pad>", eos_token="<eos>")
     made.chat_template = "{{ messages[0].content }}"
     return made
-
-
-def of_class(kind):
-    model = json.loads(bytes_of().to_str())["model"]
-    return kind(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
-
-
-def python_only(folder, merges=("t h", "th e</w>")):
-    """One without a file of the tokenizers library."""
-    folder.mkdir()
-    tokens = [*"the", *(f"{letter}</w>" for letter in "the"), "th", "the</w>", "<unk>"]
-    (folder / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    return CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
 
 
 def with_added():
@@ -187,28 +152,16 @@ def with_added():
     return tokenizer
 
 
-@pytest.mark.parametrize("kind", ["any", "added", "padding set by hand", Qwen2Tokenizer, LlamaTokenizer])
-def test_a_tokenizer_is_the_same_after_saving_and_loading(kind, tmp_path):
-    named = {"any": wrapped, "added": with_added, "padding set by hand": lambda: of_class(GPT2Tokenizer)}
-    tokenizer = named[kind]() if isinstance(kind, str) else of_class(kind)
-    if kind == "padding set by hand":
-        tokenizer.pad_token = "<pad>"  # an added token only after saving and loading
+@pytest.mark.parametrize("made", [wrapped, with_added])
+def test_a_tokenizer_is_the_same_after_saving_and_loading(made, tmp_path):
+    tokenizer = made()
     found = recorded(tokenizer)
-    if tokenizer.pad_token:  # the backend remembers the padding
-        tokenizer(["a", "a b"], padding="max_length", max_length=9, truncation=True)
+    tokenizer(["a", "a b"], padding="max_length", max_length=9, truncation=True)  # the backend remembers the padding
     assert recorded(tokenizer) == found
     for name in ("once", "again"):
         tokenizer.save_pretrained(tmp_path / name)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
         assert recorded(tokenizer) == found
-
-
-def test_a_tokenizer_in_python_has_a_record_too(tmp_path):
-    tokenizer, other = python_only(tmp_path / "a"), python_only(tmp_path / "b", merges=["t h"])
-    assert recorded(tokenizer) != recorded(other)
-    tokenizer.add_tokens(["<think>"])
-    tokenizer.save_pretrained(tmp_path / "saved")
-    assert recorded(CTRLTokenizer.from_pretrained(tmp_path / "saved")) == recorded(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -226,14 +179,4 @@ def test_a_changed_tokenizer_is_another_one(change):
     tokenizer = wrapped()
     other = copy.deepcopy(tokenizer)
     change(other)
-    assert recorded(other)["tokenizer_content_sha256"] != recorded(tokenizer)["tokenizer_content_sha256"]
-
-
-def test_one_more_merge_makes_another_tokenizer():
-    """Of letters that the sampled text does not have."""
-    content = json.loads(bytes_of().to_str())
-    content["model"]["vocab"]["Qz"] = len(content["model"]["vocab"])
-    content["model"]["merges"].append(["Q", "z"])
-    tokenizer, other = wrapped(), wrapped(Tokenizer.from_str(json.dumps(content)))
-    assert other.tokenize("Qzar") != tokenizer.tokenize("Qzar")
     assert recorded(other)["tokenizer_content_sha256"] != recorded(tokenizer)["tokenizer_content_sha256"]

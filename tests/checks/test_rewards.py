@@ -1,7 +1,6 @@
 """Checks of rewards and gradients before any weight changes; in whole runs: tests/faults/test_r5_rewards.py."""
 
 import asyncio
-import contextlib
 import functools
 import math
 from types import SimpleNamespace
@@ -42,11 +41,9 @@ def test_good_rewards_pass_as_floats(rewards, expected):
     ("rewards", "words"),
     [
         (torch.ones(3, 2), ["Tensor", "completion 0"]),
-        (np.ones((3, 2)), ["ndarray", "completion 0"]),
         (0.5, ["0.5", "list"]),
-        (None, ["None"]),
     ],
-    ids=["torch columns", "numpy columns", "scalar", "none"],
+    ids=["columns", "scalar"],
 )
 def test_other_returns_are_refused(rewards, words):
     with pytest.raises(TypeError) as info:
@@ -94,36 +91,10 @@ def test_gradients():
                 checks.check_gradients(model, 5, optimizer)
 
 
-@pytest.mark.parametrize(("magnitude", "said"), [(0.5, None), (1e19, "norm that overflows"), (math.nan, "not finite")])
-def test_a_small_largest_magnitude_ends_the_search(monkeypatch, magnitude, said):
-    model = nn.Linear(4, 4)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e19 if magnitude > 1 else magnitude)
-    monkeypatch.setattr(checks, "largest_magnitude", lambda grads: magnitude)
-    with pytest.raises(RuntimeError, match=said) if said else contextlib.nullcontext():
-        checks.check_gradients(model, 3)
-
-
-def under_deepspeed(norm, skipped=False, precision="bf16", boundary=True):
-    state = {"mixed_precision": precision, "optimizer_step_was_skipped": skipped, "sync_gradients": boundary}
-    return SimpleNamespace(**state), SimpleNamespace(get_global_grad_norm=lambda: norm)
-
-
-@pytest.mark.parametrize("norm", [-1, math.nan, math.inf, torch.tensor(math.inf), 1e20, "skipped"])
+@pytest.mark.parametrize("norm", [-1, math.nan, 1e20])
 def test_a_bad_step_of_deepspeed_ends_the_run(norm):
-    skipped = norm == "skipped"
-    with pytest.raises(RuntimeError, match=rf"at step 4.*{'was not' if skipped else 'may have been'} taken.*Resume"):
-        checks.check_step_taken(*under_deepspeed(1.0 if skipped else norm, skipped), 4)
-
-
-@pytest.mark.parametrize(
-    "sound",
-    [
-        under_deepspeed(torch.tensor(2.0)),
-        under_deepspeed(None),  # before its first step
-        under_deepspeed(-1, boundary=False),  # of the step before
-        under_deepspeed(-1, skipped=True, precision="fp16"),  # it looks for its loss scale
-    ],
-)
-def test_a_sound_step_of_deepspeed_passes(sound):
-    checks.check_step_taken(*sound, 4)
+    state = {"mixed_precision": "bf16", "optimizer_step_was_skipped": False, "sync_gradients": True}
+    with pytest.raises(RuntimeError, match=r"at step 4.*may have been taken.*Resume"):
+        checks.check_step_taken(SimpleNamespace(**state), SimpleNamespace(get_global_grad_norm=lambda: norm), 4)
+    for sound in (None, torch.tensor(2.0)):  # none before its first step
+        checks.check_step_taken(SimpleNamespace(**state), SimpleNamespace(get_global_grad_norm=lambda g=sound: g), 4)

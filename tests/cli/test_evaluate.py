@@ -1,14 +1,12 @@
 """`qerl-trl eval` of runs, models and quantized folders."""
 
 import json
-import os
 import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qerl_trl.cli import evaluate as command
 from qerl_trl.tasks import evaluation
 from tests.faults.tiny_runs import call
 
@@ -54,26 +52,11 @@ def test_a_measurement_is_not_lost_and_a_partial_one_is_not_the_models(finished,
         assert call(*words, option, 0)[0] == 2
 
 
-def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda folder, mode: False)
-    for output in (None, tmp_path / "there.json"):
-        with pytest.raises(ValueError, match="cannot be written"):
-            command._output_file(output, tmp_path, "gsm8k", None)
-
-
 def test_unusable_references_are_refused_before_anything_is_generated(finished, tmp_path, monkeypatch, write_rows):
     data = write_rows(tmp_path / "a.jsonl", {"question": "2?", "answer": None})
     monkeypatch.setattr(evaluation, "evaluate", lambda *a, **k: pytest.fail("it was measured"))
     code, _, err = call("eval", finished[0], "--data", data)
     assert code == 2 and "Problem 0 (from 0): The reference None is no text and no number" in err
-
-
-@pytest.mark.parametrize(("dataset", "noted"), [(None, True), ("openai/gsm8k", False)])
-def test_another_benchmark_than_the_runs_own_gives_a_note(dataset, noted, finished, tmp_path):
-    folder = shutil.copytree(finished[0], tmp_path / "run")
-    (folder / "results.json").write_text(json.dumps({"task": "words", "dataset": dataset}))
-    _, _, err = call("eval", folder)
-    assert ("measured on its task, words. This measures gsm8k; pass --task" in err) is noted
 
 
 def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenizer, problems, tmp_path, monkeypatch):
@@ -91,36 +74,3 @@ def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenize
     code, out, err = call("eval", tmp_path / "dense", "--data", tmp_path, "--engine", "vllm")
     assert code == 0 and "local, float32 weights: " in out, err
     assert served == ["float32"]
-
-
-def test_eval_uses_the_gpu_if_there_is_one(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("qerl_trl.publish.load.load_any", lambda model, device, *rest: asked.append(device) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        call("eval", "user/model")
-    assert asked == ["cuda"]
-
-
-def test_eval_asks_as_the_run_and_the_task_do(save_run, problems, tmp_path, monkeypatch, write_rows):
-    """With the run's `chat_template_kwargs`, and the template of a task."""
-    save_run(tmp_path / "run", options={"chat_template_kwargs": {"enable_thinking": False}})
-    (tmp_path / "own.jinja").write_text("{{ messages[-1].content }} aloud")
-    write_rows(tmp_path / "train.jsonl")
-    (tmp_path / "task.yaml").write_text("dataset_name: .\ngrader: exact\nchat_template_path: own.jinja\n")
-    asked, texts_of = [], evaluation.prompt_texts
-
-    def prompt_texts(tokenizer, prompts, template):
-        texts = texts_of(tokenizer, prompts, template)
-        asked.append((texts[0], template))
-        return texts
-
-    monkeypatch.setattr(evaluation, "prompt_texts", prompt_texts)
-    words = ["eval", tmp_path / "run", "--max-new-tokens", 2, "--temperature", 0, "--output", tmp_path / "eval.json"]
-    for source in (("--task", tmp_path / "task.yaml"), ("--data", tmp_path)):
-        code, _, err = call(*words, *source)
-        assert code == 0, err
-    template = {"enable_thinking": False}
-    assert asked == [("0? aloud", template), ("u:0?<eos>a:", template)]
-    code, _, err = call(*words, "--task", tmp_path / "task.yaml", "--data", tmp_path)
-    assert code == 2 and "Leave one out" in err

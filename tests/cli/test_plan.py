@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-from qerl_trl.cli.plan import numbers_of_tokens
 from qerl_trl.nvfp4 import linear
 from tests.faults.tiny_runs import call
 
@@ -58,25 +57,18 @@ def test_several_gpus_share_a_rollout_and_an_update(plan, tiny_model_dir):
     assert whole[copy] == 0 < sharded[copy] < whole["frozen base, nvfp4"]
     zero2 = plan("--gpus", 2, "--zero2")["work"]
     assert zero2["deepspeed"] and zero2["gradient_checkpointing"] and not zero2["sharded"]
-    for words, message in (
-        (("--gpus", 4), "4 GPUs, the whole base on each"),
-        (("--gpus", 2, "--fsdp"), "2 GPUs, which share the base: 64 completions"),
-        ((*BASE, "--gpus", 2, "--fsdp"), "optimizer, adamw_torch_fused"),
-    ):
-        assert message in call("plan", tiny_model_dir("llama"), *words)[1]
+    out = call("plan", tiny_model_dir("llama"), *BASE, "--gpus", 2, "--fsdp")[1]
+    assert "2 GPUs, which share the base: 64 completions" in out and "optimizer, adamw_torch_fused" in out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--gpu-gib", -5), "--gpu-gib"),
-        (("--base-format", "int4"), "--base-format"),
         (("--card", "T4"), "older than Ampere"),
-        (("--batch", 0), "--batch"),
         (("--fsdp",), "give one, and how many with --gpus"),
         (("--gpus", 2, "--zero2", "--fsdp"), "two ways to share"),
         ((*BASE, "--gpus", 3), "(128) must be divisible by the global batch size (12)"),
-        (("--config", "qwen9"), "qwen9"),
     ],
 )
 def test_options_out_of_range_are_refused_before_the_network(words, message):
@@ -89,9 +81,6 @@ def test_options_out_of_range_are_refused_before_the_network(words, message):
     [
         ("max_completion_lenght: 16000", "There is --max_completion_length"),
         ("max_completion_length: -4", "max_completion_length=-4 is out of range"),
-        ("per_device_train_batch_size: 0", "per_device_train_batch_size=0 is out of range"),
-        ("max_completion_length: null", "max_completion_length=None is out of range"),
-        ('vllm_engine_kwargs: {max_num_seqs: "8"}', "max_num_seqs='8' is out of range"),
         ("vllm_engine_kwargs: '{foo'", "vllm_engine_kwargs is not JSON"),
         ("task: nowhere", "task: nowhere is no file here or beside run.yaml"),
     ],
@@ -100,21 +89,6 @@ def test_a_recipe_that_no_run_could_have_is_refused(line, message, tiny_model_di
     (tmp_path / "run.yaml").write_text(f"model_name_or_path: {tiny_model_dir('qwen2')}\noutput_dir: x\n{line}\n")
     code, _, err = call("plan", "--config", tmp_path / "run.yaml")
     assert code == 2 and message in err
-
-
-def test_recipes_that_are_the_same_plan(tmp_path, plan):
-    plans = []
-    for line in ("", "vllm_engine_kwargs: {max_num_seqs: null}\n", "env: {WANDB_MODE: offline}\n"):  # TRL's own
-        (tmp_path / "run.yaml").write_text(f"output_dir: x\nuse_vllm: true\n{line}")
-        plans.append(plan("--config", tmp_path / "run.yaml", "--gpu-gib", 24))
-    assert plans[0] == plans[1] == plans[2]
-
-
-def test_a_broken_file_of_an_option_is_named_and_not_shown(tmp_path):
-    (tmp_path / "f.json").write_text('{"secret": "abc", oops')
-    (tmp_path / "run.yaml").write_text(f"output_dir: x\naccelerator_config: {tmp_path}/f.json\n")
-    code, _, err = call("plan", "nobody/nothing", "--config", tmp_path / "run.yaml")
-    assert code == 2 and "accelerator_config is not JSON" in err and "abc" not in err
 
 
 def test_a_base_that_cannot_be_trained_is_refused(tiny_model_dir, tmp_path):
@@ -126,18 +100,13 @@ def test_a_base_that_cannot_be_trained_is_refused(tiny_model_dir, tmp_path):
     assert call("plan")[2].startswith("There is nothing to plan")
 
 
-@pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
-def test_a_mixture_of_experts_is_planned_without_an_engine(tmp_path, base_format):
+def test_a_mixture_of_experts_is_planned_without_an_engine(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, vocab_size=320).save_pretrained(tmp_path)
-    words = ("plan", tmp_path, "--base-format", base_format)
-    code, _, err = call(*words)
+    code, _, err = call("plan", tmp_path)
     assert code == 2 and "mixture of experts" in err and "--no-vllm" in err
-    code, _, err = call(*words, "--no-vllm")
-    assert code == 0 and ("modules_to_not_convert: [experts]" in err) is (base_format == "nvfp4")
-
-
-# --- tune
+    code, _, err = call("plan", tmp_path, "--no-vllm")
+    assert code == 0 and "modules_to_not_convert: [experts]" in err
 
 
 @pytest.fixture
@@ -172,18 +141,10 @@ def test_tune_measures_the_models_own_matrices(gpu, tiny_model_dir, tmp_path):
     result = json.loads(out)
     assert result["rank"] == 16 and result["cache"].startswith(str(tmp_path)) and len(result["matrices"]) == 4
     assert "WRONG" in err and "QERL_NVFP4_TUNED=0 is set" in err  # a failing candidate is named
-    code, out, _ = call("tune", tiny_model_dir("qwen2"), "--tokens", "64")
-    assert code == 0 and out.count("1 numbers of tokens measured") == 4 and str(tmp_path) in out
-    assert "2 x q_proj + k_proj + v_proj 256 x 128: " in out
+    code, _, err = call("tune", tiny_model_dir("qwen2"), "--tokens", "12")
+    assert code == 2 and "8-512" in err
 
 
 def test_tune_without_a_gpu_is_refused(tiny_model_dir):
     code, _, err = call("tune", tiny_model_dir("qwen2"))
     assert code == 1 and "there is no CUDA device" in err
-
-
-def test_numbers_of_tokens():
-    assert numbers_of_tokens("8-40") == [8, 16, 24, 32, 40] and numbers_of_tokens("64,128") == [64, 128]
-    for text in ("", "12", "8-", "64-8", "eight", "0-16", "64,65"):
-        with pytest.raises(ValueError, match="8-512"):
-            numbers_of_tokens(text)

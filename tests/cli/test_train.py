@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from qerl_trl.cli import train as command
-from qerl_trl.config import BASE_FORMATS
 from qerl_trl.support import recipes
-from qerl_trl.tasks import arms as comparison
 from tests.faults.tiny_runs import call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,15 +54,10 @@ def test_each_run_has_a_folder_and_the_table_is_paired(arms, tmp_path):
     assert code == 0
     folders = ("bf16-1", "bf16-3", "nvfp4-1", "nvfp4-3", "nvfp4-no-noise-1", "nvfp4-no-noise-3")
     assert starts(tmp_path / "arms") == dict.fromkeys(folders, 1)
-    lines = out.splitlines()
-    assert lines[0] == "| seed | nvfp4 | bf16 | nvfp4-no-noise | bf16 - nvfp4 | nvfp4-no-noise - nvfp4 |"
-    assert lines[2] == "| 1 | 20.0 -> 81.0 | 20.0 -> 71.0 | 20.0 -> 80.0 | -10.0 | -1.0 |"
-    assert lines[3] == "| 3 | 20.0 -> 83.0 | 20.0 -> 73.0 | 20.0 -> 80.0 | -10.0 | -3.0 |"
     # of two values 2 apart the standard error is 1
-    assert lines[4] == (
+    assert out.splitlines()[4] == (
         "| mean | 20.0 -> 82.0 +- 1.0 | 20.0 -> 72.0 +- 1.0 | 20.0 -> 80.0 +- 0.0 | -10.0 +- 0.0 | -2.0 +- 1.0 |"
     )
-    assert "5 steps" in lines[6] and "100 problems" in lines[6]
     assert (tmp_path / "arms/arms.md").read_text() == out
     found = json.loads((tmp_path / "arms/arms.json").read_text())
     assert found["differences"]["nvfp4-no-noise"]["after"]["by_seed"] == pytest.approx({"1": -0.01, "3": -0.03})
@@ -97,27 +90,6 @@ def test_runs_that_cannot_be_compared_are_refused(arms, tmp_path):
     results.write_text(json.dumps({**content, "steps": 4}))
     code, _, err = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
     assert code == 2 and "steps: 4, 5" in err and "another --output_dir" in err
-    for arm, grader in (("nvfp4", "math"), ("bf16", "exact")):
-        way = {"measured_by": {"grader": grader}, "arm": {"base_format": arm, "aqn": True}}
-        (tmp_path / f"arms/{arm}-1/results.json").write_text(json.dumps({**content, **way}))
-    code, _, err = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
-    assert code == 2 and "grader: 'math', 'exact'" in err and "nvfp4-1 and bf16-1" in err and "steps" not in err
-
-
-def test_runs_start_as_the_accelerate_file_says(arms, tmp_path, monkeypatch):
-    (tmp_path / "two.yaml").write_text("num_processes: 2\n")
-    commands = []
-
-    def launch(words, log):
-        commands.append(words)
-        log.write_text("not started")
-        return 1
-
-    monkeypatch.setattr(command, "launch", launch)
-    words = ["--config_file", str(tmp_path / "two.yaml"), "--num_processes", "3"]
-    assert arms("--arms", "bf16", "--seeds", 1, "--accelerate_config", words[1], *words[2:])[0] == 1
-    (started,) = commands
-    assert started[:7] == [*LAUNCH, *words] and "--accelerate_config" not in started
 
 
 @pytest.mark.parametrize(
@@ -125,7 +97,6 @@ def test_runs_start_as_the_accelerate_file_says(arms, tmp_path, monkeypatch):
     [
         (("--arms", "int8"), "no such arm. Choose from nvfp4, nvfp4-no-noise, bf16"),
         (("--arms", "bf16", "--seed", "4"), "--seed cannot be the same for all runs"),
-        (("--arms", "bf16", "--base-format", "nf4"), "--base-format cannot be the same for all runs"),
         (("--arms", "bf16", "--accelerate-config", "absent"), "--accelerate_config absent is no file"),
     ],
 )
@@ -133,10 +104,6 @@ def test_invalid_options_are_refused_before_any_run(words, expected, arms, tmp_p
     code, _, err = arms(*words)
     assert code == 2 and expected in err
     assert not (tmp_path / "arms").exists()
-
-
-def test_every_base_format_is_an_arm():
-    assert {options["base_format"] for options in comparison.ARMS.values()} == set(BASE_FORMATS)
 
 
 def test_train_runs_the_example(monkeypatch):
@@ -147,9 +114,7 @@ def test_train_runs_the_example(monkeypatch):
     for words, expected in (
         (["--config", "embedded", "--aqn", "false"], [sys.executable, script, "--aqn", "false", "--config", config]),
         (["--num-processes", "2", *model], [*LAUNCH, "--num_processes", "2", script, *model]),
-        (["--num_processes", "2", *model], [*LAUNCH, "--num_processes", "2", script, *model]),
         (["--num_processes", "1"], [sys.executable, script]),
-        (["--accelerate_config", "fsdp2_2"], [*LAUNCH, "--config_file", file, script]),
         (
             ["--accelerate_config", "fsdp2_2", "--num_processes", "4"],
             [*LAUNCH, "--config_file", file, "--num_processes", "4", script],

@@ -1,5 +1,3 @@
-import re
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
@@ -10,7 +8,6 @@ from qerl_trl.model.lora import (
     NVFP4LoraLinear,
     adapted_layers,
     check_adapter,
-    default_lora_config,
     prepare_trainable,
     register_nvfp4_lora,
     warn_of_dropout,
@@ -110,34 +107,19 @@ def test_merge_and_unload_gives_a_plain_dense_model(tiny_model_dir, tmp_path):
     assert torch.equal(logits(stock), after)
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
-def test_an_init_that_changes_the_base_is_refused(init):
-    config = LoraConfig(r=4)
-    config.init_lora_weights = init
-    with pytest.raises(ValueError, match=f"{init}.*Name linear modules in target_modules"):
-        register_nvfp4_lora(config)
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (LoraConfig(init_lora_weights="pissa"), "pissa.*Name linear modules in target_modules"),
         (LoraConfig(target_modules=["q_proj", "lm_head"]), "lm_head"),
-        (LoraConfig(target_modules="lm_head"), "lm_head"),
         (LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]), "target_parameters"),
         (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PrefixTuningConfig"),
     ],
-    ids=["head-in-list", "head", "bare-parameters", "prefix-tuning"],
+    ids=["pissa", "head", "bare-parameters", "prefix-tuning"],
 )
 def test_an_unsupported_adapter_is_refused_by_name(config, words):
     with pytest.raises(ValueError, match=words):
         register_nvfp4_lora(config)
-
-
-def test_default_adapter():
-    config = default_lora_config()
-    assert (config.r, config.lora_alpha, config.target_modules) == (32, 64, "all-linear")
-    register_nvfp4_lora(config)
-    assert config._custom_modules is None  # the user's configuration is not changed
 
 
 def test_an_adapter_that_cannot_train_is_refused(tiny_model_dir, tmp_path):
@@ -145,15 +127,6 @@ def test_an_adapter_that_cannot_train_is_refused(tiny_model_dir, tmp_path):
     with pytest.raises(ValueError, match="is_trainable=True"):
         check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path))
     check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path, is_trainable=True))
-
-
-def test_bf16_adapters_are_warned_about(tiny_model_dir, caplog):
-    model = adapted(quantized(tiny_model_dir))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.bfloat16()
-    check_adapter(model)
-    assert "bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
@@ -175,14 +148,10 @@ def test_trainable_norms_are_float32_and_keep_the_stream_in_bf16(tiny_model_dir,
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "warned"),
-    [
-        ("qwen2", {}, None),
-        ("qwen2", {"attention_dropout": 0.1}, r"attention_dropout=0\.1.*model_init_kwargs={'attention_dropout': 0\.0}"),
-        ("phi3", {"resid_pdrop": 0.2}, r"resid_pdrop=0\.2.*model_init_kwargs={'resid_pdrop': 0\.0}"),
-    ],
+    ("options", "warned"),
+    [({}, ""), ({"attention_dropout": 0.1}, "attention_dropout=0.1")],
 )
-def test_dropout_of_the_model_is_warned_of(family, options, warned, caplog):
+def test_dropout_of_the_model_is_warned_of(options, warned, caplog):
     lora = LoraConfig(target_modules="all-linear", lora_dropout=0.05)  # the adapter's own is the user's choice
-    warn_of_dropout(get_peft_model(make_tiny_model(family, **options), lora))
-    assert re.search(warned, caplog.text) if warned else not caplog.text
+    warn_of_dropout(get_peft_model(make_tiny_model("qwen2", **options), lora))
+    assert warned in caplog.text and bool(caplog.text) == bool(warned)

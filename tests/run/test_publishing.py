@@ -7,11 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import QeRLRLOOTrainer
 from qerl_trl.checkpoint import seal
-from qerl_trl.publish import card as cards
-from qerl_trl.publish import hub
-from qerl_trl.publish.load import recorded_settings
 from qerl_trl.run import publishing
 from tests.architectures import dense_model
 from tests.faults.tiny_runs import WEIGHTS
@@ -47,26 +43,6 @@ def test_trainer_pushes_adapter_with_card(server, tiny_runs, tmp_path):
     live = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.default.weight"
     assert torch.equal(adapter[name], live[name])
-
-
-@pytest.mark.parametrize("private", [True, False])
-def test_privacy_of_a_push_overrides_the_arguments(server, tiny_runs, tmp_path, private):
-    trainer = tiny_runs.trainer(tmp_path, hub_model_id=REPO, hub_token=TOKEN, hub_private_repo=not private)
-    trainer.push_to_hub(base_model="someone/base", private=private)
-    assert server.repos[REPO]["private"] is private
-
-
-def test_an_rloo_run_is_published_as_one(server, tiny_runs, tmp_path):
-    """From the live trainer, and from its checkpoint's files alone."""
-    trainer = tiny_runs.trainer(tmp_path / "run", trainer_class=QeRLRLOOTrainer)
-    trainer.train()
-    hub.push_adapter(trainer, REPO, base_model="someone/base")
-    checkpoint = tmp_path / "run" / "checkpoint-2"
-    pushed = server.text(REPO)["README.md"]
-    assert "rewards/spread_reward/mean" in pushed
-    for text in (pushed, cards.render(cards.facts_of_run(checkpoint, recorded_settings(checkpoint)))):
-        assert "RLOO" in text
-        assert not [word for word in ("grpo", "math word problems", "gsm8k", "correctness") if word in text.lower()]
 
 
 def test_checkpoints_are_pushed_while_training(server, tiny_runs, tmp_path):

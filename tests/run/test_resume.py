@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from qerl_trl import QeRLGRPOTrainer, last_checkpoint
+from qerl_trl import last_checkpoint
 from qerl_trl.checkpoint import seal
 from qerl_trl.checkpoint.seal import MANIFEST_NAME, order_of
 from qerl_trl.model.lora import register_nvfp4_lora
-from qerl_trl.run.publishing import PublishingMixin
 from tests.trainers import LORA, PROMPTS, adapter_of, assert_identical, float32_base, logged
 
 STEPS = {"save_strategy": "steps", "save_steps": 2}
@@ -46,17 +45,6 @@ def test_resume_continues_the_same_trajectory(make_trainer, tmp_path, case):
     assert resumed.state.global_step == 6
     saved = load_file(run / "checkpoint-6" / "adapter_model.safetensors")
     assert len(saved) == len(adapter_of(whole))
-
-
-def test_a_resumed_older_checkpoint_continues_its_own_order(make_trainer, tmp_path):
-    run = tmp_path / "run"
-    make_trainer(max_steps=6, **STEPS).train()
-    shutil.rmtree(run / "checkpoint-6")
-    back = make_trainer(max_steps=6, **STEPS)
-    back.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    shutil.rmtree(run / "checkpoint-6")
-    assert last_checkpoint(run) == str(run / "checkpoint-4")
-    assert order_of(run / "checkpoint-4") > order_of(run / "checkpoint-2") + 1  # the one before had that number
 
 
 def test_resume_of_a_peft_model_with_its_reference(make_trainer, tiny_model_dir, tmp_path):
@@ -117,38 +105,6 @@ def test_evaluations_do_not_change_the_trajectory(make_trainer, tmp_path):
         assert_identical(adapter_of(resumed), adapter_of(whole))
 
 
-def test_an_error_after_an_evaluation_in_the_middle_of_a_step(make_trainer):
-    """An evaluation between two micro-batches does not make their rollout one at the beginning of a step."""
-    calls = []
-
-    def fails(completions, **kwargs):
-        calls.append(trainer.model.training)
-        if sum(calls) == 2 and calls[-1]:
-            raise ValueError("the reward server is gone")
-        return [float(len(c)) + i for i, c in enumerate(completions)]
-
-    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 4, **STEPS, "save_steps": 10}
-    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-    trainer = make_trainer(reward=fails, eval_dataset=PROMPTS.select(range(2)), **options)
-    with pytest.raises(RuntimeError, match="the reward server is gone") as caught:
-        trainer.train()
-    assert False in calls and trainer.state.global_step == 1
-    assert "own state is intact" in " ".join(caught.value.__notes__)
-
-
-def test_a_second_training_starts_over(make_trainer):
-    options = {"gradient_accumulation_steps": 4, "max_steps": 4, **STEPS}
-    make_trainer(**options).train()
-    trainer = make_trainer(**options)
-    trainer.train(resume_from_checkpoint=True)
-    assert len(logged(trainer, "loss")) == 4  # the finished run, and no step more
-    trainer.train()
-    assert trainer._resumed is None
-    assert len(logged(trainer, "loss")) == 4
-
-
-# --- between rollouts ------------------------------------------------------------------------------------------------
-
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_") and "train" not in name]
 SAVE, STOP = "should_save", "should_training_stop"
 
@@ -159,11 +115,10 @@ SAVE, STOP = "should_save", "should_training_stop"
         ({**STEPS, "max_steps": 7}, [], [], [3, 6, 7], 7),
         ({"max_steps": 4}, ["on_step_end"], [SAVE], [3], 4),
         ({}, ["on_step_end"], [SAVE, STOP], [3], 3),
-        ({}, ["on_log"], [SAVE, STOP], [3], 3),
         ({}, ["on_step_end"], [STOP], [], 1),
         ({**STEPS, "save_steps": 1}, EVENTS, [STOP], [3], 3),
     ],
-    ids=["steps", "save", "save-and-stop", "in-on-log", "stop-alone", "stop-in-every-event"],
+    ids=["steps", "save", "save-and-stop", "stop-alone", "stop-in-every-event"],
 )
 def test_saves_wait_for_the_end_of_a_rollout(make_trainer, tmp_path, caplog, options, events, asked, saved, steps):
     """Also those requested by a callback added after construction; the end of a training waits with its save."""
@@ -194,37 +149,6 @@ def test_the_best_checkpoint_is_one_that_was_evaluated_between_rollouts(make_tra
     assert_identical({name: saved[name] for name in loaded}, loaded)
 
 
-def test_evaluations_without_a_best_checkpoint_are_not_moved(make_trainer):
-    options = {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
-    trainer = make_trainer(eval_dataset=PROMPTS.select(range(4)), **options)
-    trainer.train()
-    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1, 2, 3]
-
-
-def test_requests_of_a_failed_training_do_not_end_the_next_one(make_trainer):
-    trainer = make_trainer(num_iterations=3, max_steps=3, save_strategy="steps", save_steps=100)
-    trainer._saves._pending |= {SAVE, STOP}
-    trainer.train()
-    assert trainer.state.global_step == 3
-
-
-def test_a_stop_without_further_steps_is_obeyed(make_trainer):
-    """A stream at its end: Trainer asks to stop once per empty epoch, forever."""
-    trainer = make_trainer(num_iterations=3, max_steps=9, save_strategy="steps", save_steps=100)
-    trainer._step, control, asked = 1, trainer.control, 0
-    trainer.state.max_steps, control.should_save = 9, True
-    while asked < 100:
-        control.should_training_stop, asked = True, asked + 1
-        trainer._saves.hold()
-        if control.should_training_stop:
-            break
-    assert control.should_training_stop and control.should_save
-    assert 10 < asked < 20
-
-
-# --- folders ---------------------------------------------------------------------------------------------------------
-
-
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_path, monkeypatch):
     sealed, present = seal.seal, []
 
@@ -237,27 +161,3 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_p
     assert present == [[1], [1, 2], [2, 3]] and checkpoints(tmp_path) == [3]
     arguments = torch.load(tmp_path / "run" / "checkpoint-3" / "training_args.bin", weights_only=False)
     assert arguments.save_total_limit == 1
-
-
-def test_a_checkpoint_is_pushed_only_once_it_is_sealed(make_trainer, monkeypatch):
-    pushed = []
-
-    def push(trainer, folder):
-        pushed.append((Path(folder).name, (Path(folder) / MANIFEST_NAME).is_file()))
-
-    monkeypatch.setattr(PublishingMixin, "_push_from_checkpoint", push)
-    monkeypatch.setattr(QeRLGRPOTrainer, "init_hf_repo", lambda self, token=None: None)
-    trainer = make_trainer(save_strategy="steps", save_steps=1, push_to_hub=True)
-    monkeypatch.setattr(trainer, "push_to_hub", lambda *args, **kwargs: None)
-    trainer.train()
-    assert pushed == [("checkpoint-1", True), ("checkpoint-2", True)]
-
-
-def test_the_manifest_describes_any_adapter(make_trainer, tiny_model_dir, tmp_path):
-    """Of any name, with a pattern as its targets."""
-    lora = register_nvfp4_lora(LoraConfig(r=2, target_modules=(pattern := r".*\.(q_proj|up_proj)")))
-    model = get_peft_model(float32_base(tiny_model_dir("qwen2")), lora, adapter_name="policy")
-    make_trainer(model=model, peft_config=None, model_init_kwargs=None, **STEPS).train()
-    manifest = json.loads((tmp_path / "run" / "checkpoint-2" / MANIFEST_NAME).read_text())
-    assert manifest["run"]["lora"] == {"r": 2, "alpha": 8, "targets": pattern}
-    assert manifest["files"].keys() >= {"optimizer.pt", "trainer_state.json", "rng_state.pth"}

@@ -43,8 +43,6 @@ class World:
 
     def get_reward(self):
         return 1.0
-
-NUMBER = 3
 '''
 
 

@@ -1,13 +1,11 @@
 """Data of a task: files of every kind, folders, functions; columns, splits, and the errors of each."""
 
 import csv
-import gzip
 import json
 
 import pytest
 from datasets import Dataset, DatasetDict
 
-from qerl_trl.tasks import data as problems
 from qerl_trl.tasks.data import with_prompts
 from qerl_trl.tasks.evaluation import Protocol, load_problems
 from qerl_trl.tasks.grading import is_correct
@@ -43,18 +41,16 @@ def test_other_files_and_empty_folders_are_refused(folder, read, name, message):
 
 
 def write_file(file, answers):
-    """Texts in a file of each kind."""
     rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
-    if file.suffix in (".csv", ".tsv"):
+    if file.suffix == ".csv":
         with file.open("w", newline="") as out:
-            writer = csv.DictWriter(out, rows[0], delimiter="," if file.suffix == ".csv" else "\t")
+            writer = csv.DictWriter(out, rows[0])
             writer.writeheader()
             writer.writerows(rows)
     elif file.suffix == ".parquet":
         Dataset.from_list(rows).to_parquet(file)
     else:
-        text = json.dumps(rows, indent=1) if file.suffix == ".json" else "\n".join(map(json.dumps, rows))
-        file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else b"\xef\xbb\xbf" + text.encode())
+        file.write_text("\n".join(map(json.dumps, rows)))
 
 
 def rewards_of(task, texts):
@@ -67,17 +63,16 @@ def rewards_of(task, texts):
     return rewards
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "json", "jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("answers", "others"),
     [
         (["007", "042", "101"], ["7", "42", "0101"]),
         (["2024-01-02", "2024-01-02 00:00:00"], ["2024-01-02 00:00:00", "2024-01-02"]),
         (["NA", "null", "nan", "None"], ["", "None", "None", "nan"]),
-        (["2.5", "5", "2.50", "1e3"], ["2.50", "5.0", "2.5", "1000.0"]),
         (["true", "a, b", 'say "a"', "two\nlines"], ["True", "a", "say a", "two"]),
     ],
-    ids=["code", "date", "missing", "numbers", "quoted"],
+    ids=["code", "date", "missing", "quoted"],
 )
 def test_text_of_a_file_is_graded_as_it_is_written(tmp_path, kind, answers, others):
     """ "007" of a .csv became 7: the right answer got a reward of 0, the wrong one 1."""
@@ -88,35 +83,16 @@ def test_text_of_a_file_is_graded_as_it_is_written(tmp_path, kind, answers, othe
     assert load_problems(Protocol(str(file)))["answer"][:] == answers
 
 
-def test_spaces_and_lines_of_a_file_are_kept(tmp_path):
-    (tmp_path / "train.csv").write_text("question,answer\n1?, a \n2?,\n")
-    (tmp_path / "train.txt").write_text(" a \r\n\n007\u2028\n")
-    assert problems.read(tmp_path / "train.csv")["train"]["answer"][:] == [" a ", ""]
-    assert problems.read(tmp_path / "train.txt")["train"]["text"][:] == [" a ", "007\u2028"]
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        ["5", "2.5"],
-        ["5", '"x"'],
-        ["1e3", "7"],
-        ["9" * 40, "1"],
-        ["true", '"maybe"'],
-        ["5", "null", "2.5"],
-        ["5", "6"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("written", [["5", "2.5"], ["5", '"x"'], ["1e3", "7"], ["5", "6"]], ids=" ".join)
 def test_a_number_of_json_is_graded_as_it_is_written(tmp_path, written):
     file = tmp_path / "test.jsonl"
     file.write_text("\n".join(f'{{"question": "{i}?", "answer": {value}}}' for i, value in enumerate(written)))
     answers = load_problems(Protocol(str(file)))["answer"][:]
-    golds, texts = [a for a in answers if a is not None], [v.strip('"') for v in written if v != "null"]
+    texts = [value.strip('"') for value in written]
     others = [f"{text}.0" if text.isdigit() else f"{text}0" for text in texts]
-    assert all(is_correct(text, gold, "exact", True) for text, gold in zip(texts, golds, strict=True))
-    assert not any(is_correct(text, gold, "exact", True) for text, gold in zip(others, golds, strict=True))
-    assert isinstance(answers[0], int) == (written == ["5", "6"]) and (None in answers) == ("null" in written)
+    assert all(is_correct(text, gold, "exact", True) for text, gold in zip(texts, answers, strict=True))
+    assert not any(is_correct(text, gold, "exact", True) for text, gold in zip(others, answers, strict=True))
+    assert isinstance(answers[0], int) == (written == ["5", "6"])
 
 
 def test_own_rewards_compute_with_the_numbers_of_json(folder, read):
@@ -133,15 +109,9 @@ PER_LINE = "one JSON object per line"
     ("name", "content", "message"),
     [
         ("train.jsonl", b'{"question": "1?", "answer": 1}\n{"question": "2?",\n', f"read: .*line 3 .*{PER_LINE}"),
-        ("train.json", b'[{"question": "1?"},\n{"question" 2}]', f"read: .*line 2 column 13.*{PER_LINE}"),
-        ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', f"read: 'str' object .*{PER_LINE}"),
         ("train.csv", b"question,answer\n1?,1\n\n2?,2,3\n", "line 4 has 3 cells, but the header 2; quote a text"),
-        ("train.csv", b'question,answer\n1?,1\n"2?,2\n3?,3\n', "read: unexpected end of data"),
         ("train.csv", "question,answer\né?,2\n".encode("latin-1"), "can't decode byte 0xe9.*Write it again in UTF-8"),
-        ("train.jsonl.gz", gzip.compress(b'{"question": "1?"}', mtime=0)[:-9], "read: .*Write it again"),
-        ("train.jsonl.gz", b"<html>\n", f"read: .*line 1 column 1.*{PER_LINE}"),
         ("train.parquet", b"PAR1", "read: .*Write it again"),
-        ("train.jsonl", b"", r"has the columns \(no row\), but not one of prompt"),
         ("train.csv", b"question;answer\n1?;1\n", "columns question;answer, but not one of prompt, .*prompt_column"),
     ],
 )
@@ -149,10 +119,8 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, conte
     (tmp_path / name).write_bytes(content)
     task = Task(dataset_name=str(tmp_path / name), dataset_test_split="train")
     for start in (task.for_trainer, lambda: load_problems(Protocol(str(tmp_path / name)))):
-        with pytest.raises(ValueError, match=f"{name}.*{message}") as info:
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
             start()
-        assert str(info.value).count("\n") < 3 and type(info.value) is ValueError
-        assert info.value.__cause__ is None and (info.value.__suppress_context__ or info.value.__context__ is None)
 
 
 def test_missing_columns_are_named(folder, read):
@@ -165,28 +133,12 @@ def test_missing_columns_are_named(folder, read):
         read(dataset_name="train.jsonl", dataset_test_split="train", reward_funcs=[]).splits()
 
 
-@pytest.mark.parametrize(
-    "asked", [3, ["one", "two"], [{"content": "one"}], [{"role": "user"}], [{"role": "user", "content": 3}]]
-)
+@pytest.mark.parametrize("asked", [3, ["one", "two"], [{"role": "user"}]])
 def test_a_prompt_that_is_neither_text_nor_messages(asked):
     """It ended in a TypeError that named neither row nor column."""
     data = Dataset.from_list([{"question": asked, "answer": "1"}])
     with pytest.raises(ValueError, match=r"Row 0 .* asks nothing: its 'question' is .* has to be a text.*prompt_col"):
         with_prompts(data)
-
-
-@pytest.mark.parametrize(
-    ("split", "named"), [("test", "test"), ("test[:1]", "test"), ("test+test", "train"), (None, "train")]
-)
-def test_one_saved_split_is_measured(tmp_path, split, named):
-    """A slice was named by its whole expression; a `state.json` alone makes no saved folder."""
-    (tmp_path / "test.jsonl").write_text('{"question": "1?", "answer": "1"}\n')
-    (tmp_path / "state.json").write_text("{}")
-    assert list(problems.read(tmp_path)) == ["test"]
-    rows = Dataset.from_json({"test": str(tmp_path / "test.jsonl")}, split=split or "test")
-    (rows if split else Dataset.from_list(rows.to_list())).save_to_disk(tmp_path / "saved")
-    assert list(problems.read(tmp_path / "saved")) == [named]
-    assert len(load_problems(Protocol(str(tmp_path / "saved")))) == (2 if split == "test+test" else 1)
 
 
 def test_a_split_is_held_out_if_there_is_none(folder, read):

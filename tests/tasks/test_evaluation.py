@@ -59,8 +59,6 @@ def test_paired_difference():
     assert low == pytest.approx(0.25 - 1.96 * math.sqrt(0.25 / 4), abs=1e-3)
     value, low, high = paired_difference([False] * 20, [False] * 20)  # few problems: not certain
     assert value == 0 and low == pytest.approx(-high) and 0.05 < high < 0.12
-    value, low, high = paired_difference([False] * 20, [True] * 20)
-    assert value == 1 and 0.7 < low < high <= 1
 
 
 @pytest.mark.parametrize(("question", "answer"), [("question", "answer"), ("problem", "solution")])
@@ -90,8 +88,6 @@ def test_evaluate_repeats_problems_and_reports(tmp_path):
     exact = Protocol(str(tmp_path), grader="exact")
     whole = evaluate(exact, lambda data: ["0"] * 4, answer_format="whole")
     assert whole["verdicts"] == [[True], [False], [False], [False]] and whole["answer_format"] == "whole"
-    marked = evaluate(exact, lambda data: ["0"] * 4)
-    assert marked["without_an_answer"] == 4 and marked["accuracy"] == 0
 
 
 def test_an_adapter_that_changes_nothing_is_refused(tiny_model_dir):
@@ -191,29 +187,19 @@ def test_vllm_gets_the_adapter_and_one_seed_a_completion(vllm, problems, adapter
     assert vllm.calls == [([5, 6, 7, 8], ("adapter", 1, adapter), template)]
 
 
-@pytest.mark.parametrize("ends", [[1, 7], [1]], ids=["the run's", "the base's"])
-def test_vllm_ends_completions_where_the_run_did(
-    vllm, problems, adapter, tmp_path, tiny_model_dir, tiny_tokenizer, ends
-):
-    AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")).save_pretrained(tmp_path / "base")
-    tiny_tokenizer.save_pretrained(tmp_path / "base")
-    if ends != [1]:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    vllm_engine(str(tmp_path / "base"), GSM8K, adapter)(problems)
-    assert vllm.ends == [ends] * 4
+def test_vllm_ends_completions_where_the_run_did(vllm, problems, adapter, tmp_path, tiny_model_dir):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    vllm_engine(str(tiny_model_dir("qwen2")), GSM8K, adapter)(problems)
+    assert vllm.ends == [[1, 7]] * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"language_model_only": False}], ids=["by default", "by request"])
-def test_vllm_builds_no_vision_tower_for_problems_in_text(vllm, tmp_path, options):
+def test_vllm_builds_no_vision_tower_for_problems_in_text(vllm, tmp_path):
     dense_model("gemma3").save_pretrained(tmp_path)
-    vllm_engine(str(tmp_path), GSM8K, **options)
-    assert vllm.options["language_model_only"] is options.get("language_model_only", True)
+    vllm_engine(str(tmp_path), GSM8K)
+    assert vllm.options["language_model_only"] is True
 
 
-def test_vllm_that_ignores_the_adapter_or_is_missing_is_an_error(vllm, adapter, tiny_model_dir, monkeypatch):
+def test_vllm_that_ignores_the_adapter_is_an_error(vllm, adapter, tiny_model_dir):
     vllm.dead = True
     with pytest.raises(RuntimeError, match="not applied"):
         vllm_engine(str(tiny_model_dir("qwen2")), GSM8K, adapter)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match="vllm"):
-        vllm_engine("base", GSM8K)

@@ -18,16 +18,12 @@ GOOD = "3 + 4 = 7\n#### 7"
     [
         (GOOD, "7"),
         (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
-        (r"so \boxed{\frac{\sqrt{3}}{3}} it is", r"\frac{\sqrt{3}}{3}"),
         (r"first \boxed{2}. Then \boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{2}, or \boxed{3", None),  # cut off
         ("#### Step 1: Expand\nx\n#### Step 2: Simplify\nSo the answer is \\boxed{5}.", "5"),  # headings in Markdown
         ("\\boxed{4} was wrong.\n#### 5", "5"),
         ("#### \\boxed{5}", "5"),
-        ("#### 7, or \\boxed{8", "7, or \\boxed{8"),
         ("the answer is 7", None),
-        ("#### \n7", None),
-        ("", None),
     ],
 )
 def test_final_answer(text, expected):
@@ -40,10 +36,8 @@ def test_final_answer(text, expected):
         (GOOD, "work\n#### 7", True),
         ("x\n#### 1,234", "1234", True),
         ("x\n#### $18.00", "18", True),
-        ("x\n#### 77", "7", False),
         ("7", "7", False),
         (r"\boxed{\frac{1}{2}}", "0.5", True),
-        (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"so \boxed{\frac{\sqrt{3}}{3}}", True),
         (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"\boxed{\frac{\sqrt{3}}{2}}", False),
         ("x\n#### 7 apples", "7", True),
     ],
@@ -67,13 +61,8 @@ def test_is_correct(text, gold, expected):
         ("numeric", "1,200,000.5", "1200000.5", True),
         ("numeric", "10,00", "1000", False),
         ("auto", r"\text{Yes}", "Yes", True),
-        ("auto", "4DR", "R2D2", False),
-        ("auto", r"\(p1\)", "p1", True),
-        ("auto", r"2\!:\!3\!:\!5", "2:3:5", True),
-        ("auto", "2024-01-02.", "2024-01-02", True),
         ("auto", "$R2D2$.", "R2D2", True),
         ("auto", r"2\colon3\colon5", "2:3:5", True),
-        ("auto", "2:3:5", "$2 : 3 : 5$", True),
         ("auto", "-5", "2 - 3 - 4", True),
         ("auto", "168.192.0.1", "192.168.0.1", False),
         ("auto", "E5 E4", "E4 E5", False),
@@ -119,17 +108,8 @@ def test_numbers_are_correct_iff_equal(a, b):
     assert is_correct(f"work\n#### {a:,}", f"#### {b}") is (a == b)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (GOOD, 1.0),
-        ("#### 7", 0.0),
-        ("a\n#### 7\nmore", 0.0),
-        ("a\n#### 7\n#### 7", 0.0),
-    ],
-)
-def test_format(text, expected):
-    assert format_reward([text]) == [expected]
+def test_format():
+    assert format_reward([GOOD, "#### 7", "a\n#### 7\nmore", "a\n#### 7\n#### 7"]) == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_rewards_read_conversational_completions():
@@ -141,13 +121,11 @@ def test_rewards_read_conversational_completions():
 @pytest.mark.parametrize(
     ("grader", "form", "text", "expected"),
     [
-        ("auto", "marked", "so 6\n#### 6", True),
         ("auto", "marked", r"so \boxed{7}", True),
         ("auto", "marked", "The answer is 6.", False),
         ("numeric", "whole", " 7 ", True),
         ("numeric", "whole", "The answer is 6.", False),
         ("exact", "whole", "The answer is 6.", True),
-        ("exact", "whole", " ", False),
     ],
 )
 def test_a_first_rollout_without_an_answer_in_the_graders_form_gives_a_warning(caplog, grader, form, text, expected):

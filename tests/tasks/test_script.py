@@ -78,21 +78,6 @@ def test_data_and_rewards_of_a_recipe(parse):
     assert parse(recipe="task: gsm8k\n").task.dataset_config == parse().task.dataset_config == "main"
 
 
-def test_fewer_problems_than_a_rollout_has_prompts_are_refused_before_a_model_is_loaded(parse):
-    """It ended after minutes, with an untrained adapter, a card and results.json (0.0 %)."""
-    rows = [{"prompt": f"Backwards: ABC{i}", "answer": f"{i}CBA"} for i in range(20)]
-    own = Task(dataset_name=lambda: {"train": rows[:5], "test": rows}, grader="exact", answer_format="whole")
-    sizes = ("--per_device_train_batch_size", "128", "--num_generations", "16")
-    with pytest.raises(ValueError, match="5 training problems are fewer than the 8 prompts of a rollout"):
-        parse(*sizes, "--model_name_or_path", "examples/assets/tiny-tasks", task=own).trainer_arguments()
-
-
-def test_a_missing_model_is_refused_before_data_is_read(parse):
-    own = Task(dataset_name=lambda: pytest.fail("the data was read"), grader="exact")
-    with pytest.raises(ValueError, match="typo is neither a folder here nor a Hub id"):
-        parse("--model_name_or_path", "./typo", task=own).trainer_arguments()
-
-
 @pytest.mark.parametrize("words", [[], ["--use_cpu=true", "--max_completion_length", "32"]])
 def test_a_model_without_a_recipe_gets_no_value_of_the_embedded_one(words, capsys, monkeypatch, tmp_path):
     """Its learning rate, lengths, data and adapter are for the tiny model alone."""
@@ -110,14 +95,6 @@ def test_a_model_without_a_recipe_gets_no_value_of_the_embedded_one(words, capsy
     assert f"at most {args.max_completion_length} tokens" in line and "--config" in line
 
 
-@pytest.mark.parametrize("model", [None, "examples/assets/tiny-qwen2", recipes.examples_folder() / "assets/tiny-qwen2"])
-def test_the_embedded_model_keeps_its_recipe(model, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    words = [] if model is None else ["--model_name_or_path", str(model)]
-    assert Script.parse(argv=words).args.learning_rate == 5e-4
-
-
 def test_an_unknown_option_is_refused_with_similar_ones(parse):
     with pytest.raises(ValueError, match=r"--max_stepps: unknown option .* There is --max_steps"):
         parse("--max_stepps", "3", recipe="learning_rate: 1.0e-5\n")
@@ -128,14 +105,11 @@ def test_an_unknown_option_is_refused_with_similar_ones(parse):
 
 
 @pytest.mark.parametrize("base_format", ["nvfp4", "full"])
-@pytest.mark.parametrize("use_peft", ["true", "false"])
-def test_an_adapter_next_to_a_full_fine_tuning_gives_a_warning(parse, caplog, base_format, use_peft):
-    words = ("--base_format", base_format, "--use_peft", use_peft, "--lora_r", "4")
+def test_an_adapter_next_to_a_full_fine_tuning_gives_a_warning(parse, caplog, base_format):
+    words = ("--base_format", base_format, "--use_peft", "true", "--lora_r", "4")
     recipe = "task: arithmetic\nmodel_name_or_path: examples/assets/tiny-qwen2\n"
     adapter = parse(*words, recipe=recipe).trainer_arguments()["peft_config"]
-    assert (adapter is not None) == (base_format == "nvfp4" and use_peft == "true")
-    warned = "use_peft and lora_* of the recipe" in caplog.text
-    assert warned == (base_format == "full" and use_peft == "true")
+    assert (adapter is None) == ("use_peft and lora_* of the recipe" in caplog.text) == (base_format == "full")
 
 
 def test_trackio_where_it_is_installed_and_nobody_says_otherwise(parse, monkeypatch):

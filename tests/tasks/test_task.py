@@ -41,11 +41,9 @@ def test_a_reference_that_is_no_number_is_found_before_a_rollout(form):
     ("grader", "form", "text", "right"),
     [
         ("exact", "whole", " TENALP ", True),
-        ("exact", "whole", "tenalp", False),
         ("exact", "marked", "TENALP", False),
         ("exact", "marked", "so\n#### TENALP", True),
         ("own.py:same_colour", "whole", "T", True),
-        ("own.py:same_colour", "whole", "", False),
     ],
 )
 def test_verdicts(read, grader, form, text, right):
@@ -74,15 +72,10 @@ def test_rewards_by_every_kind_of_name(read):
     [
         ("reward_funcs", ["acuracy_reward"], r"acuracy_reward.*no function.*file\.py:function"),
         ("reward_funcs", ["own.py:lost"], r"own\.py has no function 'lost'"),
-        ("reward_funcs", ["own.lost"], "own has no function 'lost'"),
-        ("reward_funcs", ["owm.shouted"], r"owm\.shouted.*No module named 'owm'"),
         ("reward_funcs", ["gone.py:shouted"], r"gone\.py:shouted.*No such file.*gone\.py"),
-        ("reward_funcs", ["own.py:NUMBER"], "no function 'NUMBER'"),
         ("grader", "equal", "grader='equal' is none of auto, exact"),
-        ("grader", "own.py:same_color", r"own\.py has no function 'same_color'"),
         ("dataset_name", "wordz", "dataset_name='wordz' is no file or folder in .*task.*from the Hub.*<split>.jsonl"),
         ("dataset_name", None, "no data: give it a dataset_name"),
-        ("tools", ["no.such.module"], r"tools='no\.such\.module'"),
         ("environment_factory", "own.py:Wrld", "environment_factory='own.py:Wrld'"),
         ("learning_rate", 1, "learning_rate.*--config"),
         ("answer_format", "all", r"neither 'marked' nor 'whole'\. Pass 'marked'"),
