@@ -151,7 +151,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest,
     assert "resumes at" not in capsys.readouterr().out  # of first starts
     resumed = tiny_runs.command(run, **options)
     check_announced(capsys.readouterr().out, run, newest, options["max_steps"])
-    moved = "one rollout is used for 2 steps here"
+    moved = "rollout (2 steps each): an exact resume starts between rollouts"
     assert (moved in caplog.text) is (options is INSIDE or "num_iterations" in options)
     assert (run / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
     assert options is not LATER or resumed._resumed.epoch > 1

@@ -125,7 +125,7 @@ def test_a_server_with_other_weights_is_refused(server, path, mode, tmp_path):
     other = adapter_on(packed(path, "four_over_six"))
     with pytest.raises(RuntimeError, match="scale_rule='rtn' there, 'four_over_six' in the trainer") as refused:
         ServerEngine(server.url, EngineSpec.of(other), other, timeout=10)
-    for word in ("QERL_SERVER_SECRET in its environment", "vllm serve", '"scale_rule": "four_over_six"'):
+    for word in ("QERL_SERVER_SECRET in the server's environment", "vllm serve", '"scale_rule": "four_over_six"'):
         assert word in str(refused.value)
     said = r'NVFP4 there and dense in the trainer: model\.layers\.0(.|\n)*"base": "dense"'
     with pytest.raises(RuntimeError, match=said):
