@@ -66,7 +66,7 @@ def test_fsdp_replaces_an_optimizer_of_bitsandbytes(monkeypatch, caplog):
     args = config(optim="paged_adamw_8bit", use_vllm=False)
     settle_optimizer(args)
     assert args.optim.value == "adamw_torch_fused"
-    assert "optim='paged_adamw_8bit' is bitsandbytes'" in caplog.text
+    assert "optim='paged_adamw_8bit' is a bitsandbytes optimizer" in caplog.text
 
 
 @pytest.mark.parametrize("option", [{"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}], ids=str)

@@ -187,9 +187,11 @@ def test_vllm_gets_the_adapter_and_one_seed_a_completion(vllm, problems, adapter
     assert vllm.calls == [([5, 6, 7, 8], ("adapter", 1, adapter), template)]
 
 
-def test_vllm_ends_completions_where_the_run_did(vllm, problems, adapter, tmp_path, tiny_model_dir):
+def test_vllm_ends_completions_where_the_run_did(vllm, problems, adapter, tmp_path, tiny_model_dir, tiny_tokenizer):
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")).save_pretrained(tmp_path / "base")
+    tiny_tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    vllm_engine(str(tiny_model_dir("qwen2")), GSM8K, adapter)(problems)
+    vllm_engine(str(tmp_path / "base"), GSM8K, adapter)(problems)
     assert vllm.ends == [[1, 7]] * 4
 
 
