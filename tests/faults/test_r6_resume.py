@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import export
@@ -216,6 +217,40 @@ def test_a_finished_run_stays_finished(tiny_runs, finished, tmp_path, caplog):
         assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
     assert not (run / "checkpoint-3").exists()
     assert "2 of 2 steps are done. Nothing is trained." in caplog.text
+
+
+class Decreasing(TrainerCallback):
+    """The first checkpoint is the best one; then `action`."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        metrics["eval_reward"] = -float(state.global_step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.action()
+
+
+@fault("R6.finished_run_again")
+@fault("R6.damaged", recovered=True)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_best_weights_are_recorded_as_such(damaged, tiny_runs, tmp_path, caplog):
+    """If the best checkpoint is damaged, the weights stay those of the last step."""
+    run = tmp_path / "run"
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "given": {"eval_dataset": PROMPTS.select(range(4))}}
+    trainer = tiny_runs.trainer(run, max_steps=3, **evaluated, **best)
+    trainer.add_callback(Decreasing(lambda: damaged and flip_a_bit(run / "checkpoint-1" / WEIGHTS)))
+    trainer.train()
+    trainer.save_model()
+    of = "checkpoint-3" if damaged else "checkpoint-1"
+    assert (run / WEIGHTS).read_bytes() == (run / of / WEIGHTS).read_bytes()
+    changed = None if damaged else ["weights: those of checkpoint-1 (load_best_model_at_end)"]
+    assert seal.recorded_run(run).get("changed") == changed
+    assert "changed" not in seal.recorded_run(run / "checkpoint-3")
+    assert damaged is ("checkpoint-1 is damaged" in caplog.text and "last step's weights stay" in caplog.text)
 
 
 # --- with other settings ---

@@ -13,7 +13,7 @@ import qerl_trl
 from qerl_trl import NVFP4Config
 from qerl_trl.checkpoint.fingerprint import base_sha256
 from qerl_trl.checkpoint.seal import MANIFEST_NAME, manifest, recorded_run, seal
-from qerl_trl.publish import export
+from qerl_trl.publish import export, hub
 from qerl_trl.publish.load import TrainedPolicy
 from qerl_trl.publish.quantize import quantize_folder
 from qerl_trl.tasks import evaluation
@@ -139,6 +139,21 @@ def test_a_base_quantized_on_disk_records_its_fingerprint(kind, tiny_model_dir, 
         quantize_folder(tiny_model_dir(kind), tmp_path / "base", max_shard_bytes=60_000)
     loaded = qerl_trl.from_pretrained(tiny_model_dir(kind), NVFP4Config())
     assert settings_of(tmp_path / "base")["base_sha256"] == base_sha256(loaded)
+
+
+@fault("R7.wrong_base")
+def test_an_adapter_is_not_published_for_another_base(finished, other_base, tiny_runs, server, tmp_path):
+    """Named by the push or by the export."""
+    quantize_folder(other_base, tmp_path / "base")
+    hub.push_folder(tmp_path / "base", "someone/quantized")
+    words = ("someone/quantized holds a base with other weights", "--allow-other-base")
+    fails(words, "push", "adapter", finished, REPO, "--base-model", "someone/quantized")
+    trainer = tiny_runs.trainer(tmp_path / "run")
+    trainer.save_adapter(tmp_path / "adapter", base_model="someone/quantized")
+    fails(words, "push", "adapter", tmp_path / "adapter", REPO)
+    assert REPO not in server.repos
+    err = works("push", "adapter", tmp_path / "adapter", REPO, "--allow-other-base")
+    assert "It is used anyway, as allowed" in err and WEIGHTS in server.repos[REPO]["files"]
 
 
 # --- a merge without effect, and one that is done twice ---

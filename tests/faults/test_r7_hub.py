@@ -174,6 +174,21 @@ def test_a_secret_in_a_file_that_would_be_published(server, merged, tmp_path):
     check_published_whole(server, folder)
 
 
+@fault("R7.token")
+@pytest.mark.parametrize(
+    ("where", "repo", "options"),
+    [
+        ("The commit message", REPO, {"message": f"with {TOKEN}"}),
+        ("Its revision", REPO, {"revision": TOKEN}),
+        ("The name of the repository", f"someone/{TOKEN}", {}),
+    ],
+)
+def test_a_token_in_the_words_of_a_push(where, repo, options, server, merged):
+    with raises(hub.HubError, f"{where} contains", "nothing was uploaded", "Leave the secret out"):
+        hub.push_folder(merged, repo, **options)
+    assert not server.repos
+
+
 #: where a token is placed -> its value there
 PLACES = {
     "hub_token": TOKEN,
