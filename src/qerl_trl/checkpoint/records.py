@@ -153,7 +153,7 @@ class QuantizedLayer(TypedDict):
 
 
 class QuantizedNote(TypedDict, total=False):
-    """Notes on tensors while a checkpoint is quantized: of a fused group, or (without `layers`) a dense tensor."""
+    """Fingerprint rows, and layers, of a fused group while a checkpoint is quantized; of a dense tensor without `layers`."""
 
     rows: list["FingerprintRow"]  # lists when read from JSON
     layers: list[QuantizedLayer]

@@ -18,7 +18,7 @@ from ..nvfp4.fused import measured_by_the_user, selected_for_matrices
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """Facts, package versions and problems."""
+    """Result of the environment check: facts, package versions and problems."""
 
     facts: dict[str, str]
     versions: dict[str, str]

@@ -200,7 +200,7 @@ def rollout_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def check_servable(model: nn.Module) -> None:
-    """Raise `ValueError` for an adapter that our method in vLLM cannot apply."""
+    """Raise `ValueError` for an adapter that our vLLM quantization method cannot apply."""
     configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
     config = configs[adapter]
     problems = []

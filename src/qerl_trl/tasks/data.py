@@ -141,7 +141,7 @@ def from_hub(name: str, config: str | None, split: str | None, said: str, folder
         places = ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders)) or "the working directory"
         raise ValueError(
             f"{said} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder "
-            "with <split>.jsonl, a file, a dataset of the Hub (user/name), or for a task file.py:function."
+            "with <split>.jsonl, a file, a dataset of the Hub (user/name), or, for a task, file.py:function."
         ) from error
 
 

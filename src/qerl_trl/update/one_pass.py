@@ -91,7 +91,7 @@ class OnePass:
     def logps(
         self, compute: Callable[..., tuple], model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple:
-        """Replace TRL's `_get_per_token_logps_and_entropies` (`compute`)."""
+        """Stand in for TRL's `_get_per_token_logps_and_entropies`, the original `compute`."""
         if self._skip and self.scoring:
             self._skip = False
             tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
