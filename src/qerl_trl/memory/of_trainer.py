@@ -174,7 +174,7 @@ class Recomputation:
         made = dataclasses.replace(made, work=dataclasses.replace(made.work, kv_limit=before.work.kv_limit))
         trainer.memory_plan = made
         logger.info(
-            "Packing or compilation turned out differently, so the memory plan changed: %s. %s",
+            "The memory plan changed with packing or compilation: %s. %s",
             made.summary(),
             made.verdict(),
         )
