@@ -153,7 +153,7 @@ class QuantizedLayer(TypedDict):
 
 
 class QuantizedNote(TypedDict, total=False):
-    """Fingerprint rows and layers of a fused group in a checkpoint being quantized; without layers, of a dense tensor."""
+    """Fingerprint rows and layers of a fused group while a checkpoint is quantized; no layers: a dense tensor."""
 
     rows: list["FingerprintRow"]  # lists when read from JSON
     layers: list[QuantizedLayer]
