@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..support import secrets
+from ..support.files import commit_of
 from ..support.names import canonical_name, is_part
 
 #: 64-bit words per step; a few times their 8 bytes of memory
@@ -79,8 +80,11 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
 
 def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
     """Compute the row of one parameter, for a fingerprint of tensors never together in memory."""
-    kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
-    return FingerprintRow(name, list(tensor.shape), kind, int(_checksum(tensor.detach())))
+    return FingerprintRow(name, list(tensor.shape), _kind(tensor), int(_checksum(tensor.detach())))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "float" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def sha256_of(rows: Iterable[FingerprintRow]) -> str:
@@ -97,7 +101,7 @@ def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
 
 def base_revision(model: nn.Module) -> str | None:
     """Return the Hub commit of the loaded base; `None` for a folder, or if unknown."""
-    return getattr(model.config, "_commit_hash", None)
+    return commit_of(cast(PretrainedConfig, model.config))
 
 
 def stored_vocabulary(model: Any) -> int | None:
@@ -196,7 +200,7 @@ class Pieces:
         self._rest: torch.Tensor | None = None
 
     def add(self, piece: torch.Tensor) -> None:
-        self._kind = "float" if piece.is_floating_point() else str(piece.dtype)
+        self._kind = _kind(piece)
         flat = piece.to(self._device).reshape(-1)
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])

@@ -112,23 +112,27 @@ class Workload:
         completions = self.completions // self.tensor_parallel * gpus
         return dataclasses.replace(self, tensor_parallel=gpus, completions=completions)
 
+    @property
+    def recomputes_by_default(self) -> bool:
+        return self.gradient_checkpointing is not False
+
     def under_fsdp(self) -> "Workload":
         """Return the workload with the trainer's weights sharded, and a copy in the engine. Processes gather a layer
         together but plan alone, so by default all layers recompute."""
-        recomputed, optimizer = self.gradient_checkpointing is not False, optimizer_under_fsdp(self.optimizer)
+        recomputed, optimizer = self.recomputes_by_default, optimizer_under_fsdp(self.optimizer)
         return dataclasses.replace(
             self, share_weights=False, sharded=True, gradient_checkpointing=recomputed, optimizer=optimizer
         )
 
     def under_zero2(self) -> "Workload":
         """Return the workload with the optimizer sharded by DeepSpeed; by default all layers recompute."""
-        recomputed = self.gradient_checkpointing is not False
+        recomputed = self.recomputes_by_default
         return dataclasses.replace(self, deepspeed=True, gradient_checkpointing=recomputed)
 
     def on_a_cpu(self) -> "Workload":
         """Return the workload without a GPU: by default all layers recompute; vLLM's KV cache has the model's dtype."""
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it overrides arguments
-        limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self.gradient_checkpointing is not False
+        limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self.recomputes_by_default
         return dataclasses.replace(
             self, cpu=True, packed=False, compiled=False, graphs=False, gradient_checkpointing=recomputed,
             kv_dtype_bytes=self.dtype_bytes, batched_tokens=self.step_tokens, kv_limit=limit,
@@ -265,7 +269,7 @@ def run_lengths(trainer: Any) -> Lengths:
         `ValueError`: prompts leave no token for a completion, or without an engine less than `max_completion_length`.
     """
     args, completion = trainer.args, trainer.args.max_completion_length
-    who, limit = "the model", getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    who, limit = "the model", _context(trainer.model)
     of_engine = args.vllm_max_model_length if args.use_vllm else None
     if of_engine is not None and (limit is None or of_engine < limit):
         who, limit = "the engine (vllm_max_model_length)", of_engine
@@ -296,13 +300,18 @@ def run_lengths(trainer: Any) -> Lengths:
     return Lengths(longest, completion, limit)
 
 
+def _context(model: Any) -> int | None:
+    """Return the maximum tokens of prompt and completion, if the model's configuration has it."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
     """Refuse to train on sequences too long for the model, if prompts could not be counted at start ([`run_lengths`]).
 
     Raises:
         `ValueError`: a sequence is too long; the message has the longest.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = _context(model)
     pairs = zip(prompts, completions, strict=True)
     total, prompt = max(((len(p) + len(c), len(p)) for p, c in pairs), default=(0, 0))
     if limit is not None and total > limit:

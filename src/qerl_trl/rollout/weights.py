@@ -49,14 +49,13 @@ class Trained(ABC):
 
     def whole(self) -> bool:
         """Whether nothing is sharded; `stamp` then equals the fingerprint from `put`."""
-        return {*map(type, self.parameters())} <= {nn.Parameter}
+        return _whole(self.parameters())
 
     def stamp(self) -> str:
         """Return a digest of this process's tensors or shards, to detect any change: an update, a load, a copy. By
         sums, so a permutation within one tensor does not change it."""
         parameters = self.parameters()
-        whole = {*map(type, parameters)} <= {nn.Parameter}
-        return self.fingerprint(parameters) if whole else changes(map(local_tensor, parameters))
+        return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
 
 
 class TrainedAdapter(Trained):
@@ -143,6 +142,10 @@ class TrainedWeights(Trained):
 
     def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
         return fingerprint((name, parameter) for (name, _, _), parameter in zip(self.places, parameters, strict=True))
+
+
+def _whole(parameters: Sequence[torch.Tensor]) -> bool:
+    return {*map(type, parameters)} <= {nn.Parameter}
 
 
 #: elements per partial count; each takes 4 bytes meanwhile

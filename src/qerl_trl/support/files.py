@@ -59,6 +59,11 @@ def hub_commit(folder: str | os.PathLike) -> str | None:
     return path.name if path.parent.name == "snapshots" else None
 
 
+def commit_of(config: "PretrainedConfig") -> str | None:
+    """Return the Hub's commit of a loaded model; `None` for a folder, or if unknown."""
+    return getattr(config, "_commit_hash", None)
+
+
 def note_commit(
     config: "PretrainedConfig",
     revision: str | None = None,
@@ -74,7 +79,7 @@ def note_commit(
     from huggingface_hub import constants
 
     name = config.name_or_path or ""
-    if not name or os.path.isdir(name) or getattr(config, "_commit_hash", None) is not None:
+    if not name or os.path.isdir(name) or commit_of(config) is not None:
         return
     found = [folder.name for file in files[:1] for folder in Path(file).absolute().parents if hub_commit(folder)][:1]
     if not found:
@@ -94,7 +99,7 @@ def reads_for_its_machine() -> bool:
 
 def beside(config: "PretrainedConfig", name: str) -> Path | None:
     """Find file `name` in a model's folder or Hub revision, downloaded if not cached; `None` if unavailable."""
-    source, commit = config.name_or_path or "", getattr(config, "_commit_hash", None)
+    source, commit = config.name_or_path or "", commit_of(config)
     if os.path.isdir(source):
         return path if (path := Path(source, name)).is_file() else None
     if commit is None:
