@@ -85,7 +85,9 @@ def tiny_runs(tiny_model_dir, tiny_tokenizer):
 def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
     """`make_trainer(**options)`: a trainer of the tiny model, `tests.trainers.settings` with these options."""
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
-    from tests.trainers import LORA, PROMPTS, settings, spread_reward
+    from tests.faults.tiny_runs import PROMPTS, spread_reward
+    from tests.trainers import settings
+    from tests.update.models import LORA
 
     def make(model=None, trainer_class=QeRLGRPOTrainer, reward=spread_reward, peft_config=LORA, args=None, **options):
         given = {name: options.pop(name, None) for name in ("eval_dataset", "callbacks")}

@@ -12,18 +12,10 @@ from qerl_trl import AQNCallback, NVFP4Config, QeRLGRPOTrainer, QeRLRLOOTrainer
 from qerl_trl.checkpoint.settings import run_settings
 from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
+from tests.faults.tiny_runs import PROMPTS, logged, spread_reward
 from tests.repo.test_docs import metrics
-from tests.trainers import (
-    LORA,
-    PROMPTS,
-    adapter_of,
-    assert_identical,
-    float32_base,
-    frozen_of,
-    logged,
-    settings,
-    spread_reward,
-)
+from tests.trainers import float32_base, frozen_of, settings
+from tests.update.models import LORA, adapter_of, assert_identical
 
 #: prefixes of our keys of a log; the others are TRL's
 OURS = ("aqn/", "rollout/", "seconds/", "memory/")

@@ -6,10 +6,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import NVFP4Config, QeRLConfig
-from tests.faults.tiny_runs import PROMPTS, logged, spread_reward
-from tests.update.models import LORA, adapter_of, assert_identical
-
-__all__ = ["LORA", "PROMPTS", "adapter_of", "assert_identical", "logged", "spread_reward"]
 
 
 def settings(tmp_path: Path, config=QeRLConfig, **kwargs):

@@ -7,7 +7,9 @@ import sys
 import threading
 
 from qerl_trl import QeRLGRPOTrainer, from_pretrained
-from tests.trainers import LORA, PROMPTS, settings, spread_reward
+from tests.faults.tiny_runs import PROMPTS, spread_reward
+from tests.trainers import settings
+from tests.update.models import LORA
 
 
 def filters():

@@ -5,8 +5,9 @@ import torch
 from trl import GRPOTrainer
 
 from qerl_trl import QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+from tests.faults.tiny_runs import logged
 from tests.run.test_base import QeRLGMPOConfig, QeRLGMPOTrainer
-from tests.trainers import logged, settings
+from tests.trainers import settings
 
 NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.3, "max_steps": 1}
 RATIO = "sampling/importance_sampling_ratio/mean"

@@ -7,8 +7,10 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from qerl_trl.config import QeRLArguments
 from qerl_trl.nvfp4.linear import has_nvfp4
 from qerl_trl.trainer import QeRLMixin
+from tests.faults.tiny_runs import logged, spread_reward
 from tests.tiny_models import make_tiny_config
-from tests.trainers import adapter_of, logged, settings, spread_reward
+from tests.trainers import settings
+from tests.update.models import adapter_of
 
 
 @dataclass(repr=False)

@@ -14,7 +14,9 @@ from qerl_trl import last_checkpoint
 from qerl_trl.checkpoint import seal
 from qerl_trl.checkpoint.seal import MANIFEST_NAME, order_of
 from qerl_trl.model.lora import register_nvfp4_lora
-from tests.trainers import LORA, PROMPTS, adapter_of, assert_identical, float32_base, logged
+from tests.faults.tiny_runs import PROMPTS, logged
+from tests.trainers import float32_base
+from tests.update.models import LORA, adapter_of, assert_identical
 
 STEPS = {"save_strategy": "steps", "save_steps": 2}
 CASES = {

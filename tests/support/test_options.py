@@ -14,7 +14,8 @@ from qerl_trl import QeRLGRPOTrainer
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish.load import load_policy
 from qerl_trl.tasks import script
-from tests.trainers import PROMPTS, settings, spread_reward
+from tests.faults.tiny_runs import PROMPTS, spread_reward
+from tests.trainers import settings
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
 #: options of one trainer each
