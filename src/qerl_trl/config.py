@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from trl import GRPOConfig, RLOOConfig
 
-from .noise.callback import SCOPES
+from .noise.callback import SCALES, SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
 from .support import secrets
@@ -32,6 +32,7 @@ _CHOICES = {
     "scale_rule": SCALE_RULES,
     "aqn_schedule": SCHEDULES,
     "aqn_scope": SCOPES,
+    "aqn_scale": SCALES,
     "rollout_probe": ("refuse", "warn", "off"),
 }
 
@@ -75,6 +76,7 @@ _RANGES = {
     "rollout_timeout": Range(0, whole=False, none=True),
     "reward_timeout": Range(0, whole=False, none=True, above=True),
     "rollout_mismatch_threshold": Range(0, whole=False, none=True, above=True),
+    "aqn_target_kl": Range(0, whole=False, none=True, above=True),
 }
 #: fields of `vllm_engine_kwargs` used in the memory plan
 _RANGES_OF_AN_ENGINE = {
@@ -123,6 +125,12 @@ class QeRLArguments(OnlineConfig):
         aqn_scope (`str`, *optional*, defaults to `"rollout"`):
             `"rollout"`: only the sampling policy is noisy (the paper). `"policy"`: log-probabilities and gradients of a
             batch use the noise of its rollout, for an on-policy update.
+        aqn_scale (`str`, *optional*, defaults to `"absolute"`):
+            Unit of sigma: `"absolute"` (the paper): of the norm weights, whose size differs 100-fold between models.
+            `"relative"`: the rms of each norm's weights (of 1 + weight for Gemma); 0.03 is 3 %.
+        aqn_target_kl (`float`, *optional*):
+            Scale both sigmas at the start so that the larger one moves the policy by this KL, in nats per token,
+            measured on prompts of the run. Not with FSDP and DeepSpeed.
         aqn_seed (`int`, *optional*):
             Seed of the noise. Defaults to `seed`.
         aqn_entropy_target (`float`, *optional*):
@@ -141,9 +149,10 @@ class QeRLArguments(OnlineConfig):
             In colocate mode, vLLM reads the trainer's weights instead of a copy (moved to host memory while training by
             `vllm_enable_sleep_mode`). Needs `vllm_tensor_parallel_size=1`; under FSDP 2 every engine has a copy.
         rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
-            Warn when the estimated KL divergence between rollout and trainer exceeds this value, in nats per token; end
-            the run when it exceeds 10 times the value in 3 consecutive rollouts. A tenth of both limits applies to
-            `rollout/logp_gap` and the KL without noise, both ideally zero. `None` disables the check.
+            Warn when the estimated KL divergence between rollout and trainer exceeds this value plus the KL of the
+            noise (measured at start), in nats per token; end the run when it exceeds 10 times that in 3 consecutive
+            rollouts. A tenth of the value applies to `rollout/logp_gap` and the KL without noise, both ideally zero.
+            `None` disables the check.
         rollout_timeout (`float`, *optional*, defaults to `3600`):
             Seconds after which an unfinished rollout with vLLM, tools included, ends the run. 0: no limit.
         rollout_probe (`str`, *optional*, defaults to `"warn"`):
@@ -205,6 +214,8 @@ class QeRLArguments(OnlineConfig):
     aqn_sigma_end: float = _field(5e-4, "Standard deviation in the last stage.")
     aqn_num_stages: int = _field(10, "Number of stages; stage 0 has no noise.")
     aqn_scope: str = _field("rollout", "'rollout': only sampling is noisy (the paper); 'policy': the update too.")
+    aqn_scale: str = _field("absolute", "Unit of sigma: 'absolute' (the paper) or 'relative' to each norm's rms.")
+    aqn_target_kl: float | None = _field(None, "Scale sigma at start to this KL of the noise, in nats per token.")
     aqn_seed: int | None = _field(None, "Seed of the noise. Defaults to `seed`.")
     aqn_entropy_target: float | None = _field(None, "Entropy (nats per token) that 'entropy_target' steers to.")
     updates_per_rollout: int | None = _field(None, "Optimizer steps per rollout, whatever the number of processes.")

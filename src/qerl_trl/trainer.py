@@ -179,8 +179,8 @@ class QeRLMixin(SavingMixin):
                 output = mismatch.with_logps(self, self.aqn, output)
         self._passes.generated()
         if training and self.aqn is not None:
-            self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
-            self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
+            for name, value in self.aqn.values().items():
+                self._metrics["train"][name].append(value)
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from qerl_trl.noise.callback import SCOPES, AQNCallback
+from qerl_trl.noise.callback import SCALES, SCOPES, AQNCallback
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.noise.norms import find_noisy_norms
@@ -241,12 +241,31 @@ def test_rollout_that_bypasses_the_model_is_an_error(trainer_for):
 
 def test_from_args_takes_every_field():
     values = {"schedule": "entropy_target", "sigma_start": 0.3, "sigma_end": 0.1, "num_stages": 7}
-    values |= {"entropy_target": 0.5, "scope": "policy", "seed": 11}
+    values |= {"entropy_target": 0.5, "scope": "policy", "scale": "relative", "target_kl": 0.2, "seed": 11}
     callback = AQNCallback.from_args(SimpleNamespace(use_vllm=True, **{f"aqn_{k}": v for k, v in values.items()}))
     schedule = callback.schedule
     assert (schedule.name, schedule.sigma_start, schedule.sigma_end) == ("entropy_target", 0.3, 0.1)
     assert (schedule.num_stages, schedule.target) == (7, 0.5)
+    assert (callback.scale, callback.target_kl) == ("relative", 0.2)
     assert (callback.scope, callback.seed, callback.explicit, callback.engine) == ("policy", 11, True, True)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_sigma_is_found_for_a_kl_and_a_dominant_norm_is_named(scale):
+    model = make_tiny_model("qwen2", dtype=torch.float32)
+    small = model.model.layers[0].input_layernorm
+    with torch.no_grad():
+        small.weight.mul_(0.05)
+        model.model.embed_tokens.weight.mul_(3)
+    callback = AQNCallback(sigma_start=0.1, sigma_end=0.01, scale=scale, target_kl=1e-3)
+    callback.attach(model)
+    callback.measure(model, [[*range(start, start + 12)] for start in range(2, 50, 12)])
+    assert callback.kl == pytest.approx(1e-3, rel=0.02)
+    assert callback.schedule.sigma_start == pytest.approx(10 * callback.schedule.sigma_end)
+    assert ("model.layers.0.input_layernorm" in callback.dominant) == (scale == "absolute")
+    assert f"KL {callback.kl:.2g} nats" in str(callback) and small.weight.detach().abs().max() < 0.1
+    if scale == "relative":
+        assert callback.shares == [1.0] * 4
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, Bracketing], ids=["alone", "bracketing"])

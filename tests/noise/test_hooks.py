@@ -75,6 +75,20 @@ def test_sigma_effective_equals_sigma_in_bf16(family, sigma, noisy):
     assert noise.sigma_effective() == pytest.approx(sigma, rel=5 / math.sqrt(2 * 4 * 128))
 
 
+def test_relative_noise_is_the_absolute_one_times_a_scale_per_norm(noisy):
+    model = make_tiny_model("qwen2", dtype=torch.bfloat16)
+    names = list(find_noisy_norms(model))
+    scales = dict(zip(names, (0.02, 0.3, 2.5, 40.0), strict=True))
+    noise = noisy(model, DRAW._replace(scales=scales))
+    with noise.active():
+        logits(model)
+    for name, scale in scales.items():
+        unit = standard_noise(1, 2, 3, name, 128)
+        assert torch.equal(noise._noise[name], unit * 0.05 * torch.tensor(scale))
+        assert torch.equal(DRAW.noise([name], [128], unit.device), unit * 0.05)
+    assert noise.sigma_effective() == pytest.approx(0.05, rel=5 / math.sqrt(2 * 4 * 128))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_a_bf16_norm_computes_with_the_fp32_weight(family, noisy):
     model = make_tiny_model(family, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.noise.norms import find_noisy_norms, multiplier_rms
 from qerl_trl.nvfp4 import linear as linear_module
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.support.names import canonical_name
@@ -45,6 +45,14 @@ def test_norms_that_feed_linears(family):
     found = find_noisy_norms(model)
     assert list(found) == expected_names(family)
     assert all(found[name] is model.get_submodule(name) for name in found)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_multiplier_rms(family):
+    norms = find_noisy_norms(make_tiny_model(family))
+    for name, norm in norms.items():
+        multiplier = norm.weight.detach().double() + (family == "gemma2")
+        assert multiplier_rms(norms)[name] == pytest.approx(multiplier.square().mean().sqrt().item(), rel=1e-12)
 
 
 def quantized(model: nn.Module) -> nn.Module:

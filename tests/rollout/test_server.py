@@ -136,7 +136,7 @@ def engine(request, connected, monkeypatch):
 def test_update_noise_and_reset_are_one_request(engine, connected, worker):
     _, vllm, requests = connected
     assert not Path("/dev/shm", worker._qerl_memory.name).exists(), "a SIGKILL would leave it"
-    new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0)
+    new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0, {NORMS[0]: 0.3})
     effective = engine.put(new, NORMS[:1], draw)
     assert [method for method, path, _ in requests if path == CALL] == [*["PUT"] * (not engine._local), "POST"]
     assert vllm.asked == [("qerl_put",), ("reset",)]

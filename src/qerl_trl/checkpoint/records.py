@@ -54,6 +54,8 @@ class RecordedArguments(TypedDict, total=False):
     aqn_sigma_end: float
     aqn_num_stages: int
     aqn_scope: str
+    aqn_scale: str
+    aqn_target_kl: float
     aqn_seed: int
     aqn_entropy_target: float
     seed: int

@@ -21,24 +21,34 @@ Amount: `schedules`. Norms: `norms`. Numbers: `generator`. Application: `hooks`.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.utils import logging
 
+from ..nvfp4.linear import decoded_weights
 from ..support.names import unwrap
+from ..support.phases import evaluation_mode
 from .hooks import NoiseDraw, NormNoise
-from .norms import find_noisy_norms
+from .norms import find_noisy_norms, multiplier_rms
 from .schedules import EntropyTargetSchedule, NoiseSchedule, make_schedule
 
 logger = logging.get_logger(__name__)
 
 #: scope of the noise: "rollout" only while sampling (the paper), "policy" also in log-probabilities and gradients
 SCOPES = ("rollout", "policy")
+#: unit of sigma: of the norm weights (the paper), or the rms of each norm's multiplier
+SCALES = ("absolute", "relative")
+#: least share of the noise's KL for which a norm is named at start; groups per step of the search for it
+_DOMINANT, _GROUPS = 0.2, 8
+#: KL in nats per token from which a warning is logged at start
+_UNREADABLE = 1.0
 
 
 class AQNCallback(TrainerCallback):
@@ -58,9 +68,9 @@ class AQNCallback(TrainerCallback):
     never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is evaluated under the same noise;
     a separate reference model is clean. After an exception the hooks stay on: call `detach()` before further use.
 
-    Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last
-    line, in `state.log_history`, the progress bar and later callbacks; in `report_to` only after
-    `callback.log_first(trainer)`.
+    Logged with every training log line: `aqn/sigma`, `aqn/sigma_effective` and `aqn/share` (median over the norms of
+    sigma divided by the rms of the norm's multiplier), means over the draws since the last line, in
+    `state.log_history`, the progress bar and later callbacks; in `report_to` only after `callback.log_first(trainer)`.
 
     Args:
         schedule: a name in `schedules.SCHEDULES`, with the four following arguments, or a `NoiseSchedule`.
@@ -69,6 +79,9 @@ class AQNCallback(TrainerCallback):
         num_stages: stages of the run; stage 0 has no noise.
         entropy_target: nats per token, for schedule "entropy_target"; in scope "rollout" only with a QeRL trainer.
         scope: "rollout" or "policy" (`SCOPES`).
+        scale: "absolute", or "relative": sigma times the rms of each norm's weight (of 1 + weight for Gemma).
+        target_kl: KL of the noisy from the clean policy at the larger of both sigmas, nats per token. [`measure`]
+            multiplies both sigmas by the factor that gives it.
         seed: of the noise; the trainer's `args.seed` by default.
         norms: {canonical name: module} in place of `find_noisy_norms(model)`.
 
@@ -77,6 +90,8 @@ class AQNCallback(TrainerCallback):
         engine: vLLM generates; `generation()` leaves the transformers model clean.
         draw: the `NoiseDraw` of the current generation; None outside of one (clean).
         last_draw: of the latest generation in training, ended or not; None before the first.
+        kl: KL at `schedule.sigma_max` before training, nats per token; None before [`measure`].
+        dominant: norms with more than 20 % of this KL -> their share.
 
     Raises:
         ValueError: invalid schedule or scope; a trainer with vLLM rollouts; no suitable norm; a second AQNCallback.
@@ -92,16 +107,23 @@ class AQNCallback(TrainerCallback):
         num_stages: int = 10,
         entropy_target: float | None = None,
         scope: str = "rollout",
+        scale: str = "absolute",
+        target_kl: float | None = None,
         seed: int | None = None,
         norms: Mapping[str, nn.Module] | None = None,
     ) -> None:
         if isinstance(schedule, str):
             schedule = make_schedule(schedule, sigma_start, sigma_end, num_stages, entropy_target)
-        if scope not in SCOPES:
-            raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}.")
+        for name, given, allowed in (("scope", scope, SCOPES), ("scale", scale, SCALES)):
+            if given not in allowed:
+                raise ValueError(f"{name}={given!r} is not one of {', '.join(map(repr, allowed))}.")
         if isinstance(schedule, EntropyTargetSchedule) and scope == "policy":
             schedule = dataclasses.replace(schedule, metric="entropy")  # the trainer's own policy is the noisy one
-        self.schedule, self.scope, self.seed = schedule, scope, seed
+        self.schedule, self.scope, self.scale, self.seed = schedule, scope, scale, seed
+        self.target_kl = target_kl
+        self.kl: float | None = None
+        self.dominant: dict[str, float] = {}
+        self._rms: dict[str, float] = {}
         self.explicit = self.engine = False
         self.draw: NoiseDraw | None = None
         self.last_draw: NoiseDraw | None = None
@@ -115,13 +137,16 @@ class AQNCallback(TrainerCallback):
         self._ran = False  # whether the policy has computed anything since the latest generation began
         self._measured = True
         self._reported: float | None = None
-        self._unlogged: list[tuple[float, float]] = []
+        self._unlogged: list[dict[str, float]] = []
         self._uncached_prefix: torch.Tensor | None = None
 
     @classmethod
     def from_args(cls, args) -> "AQNCallback":
         """Make the callback of a [`QeRLConfig`], for a trainer that wraps its rollouts in `generation()`."""
-        names = ("schedule", "sigma_start", "sigma_end", "num_stages", "entropy_target", "scope", "seed")
+        names = (
+            "schedule", "sigma_start", "sigma_end", "num_stages", "entropy_target", "scope", "scale", "target_kl",
+            "seed",
+        )  # fmt: skip
         callback = cls(**{name: vars(args)[f"aqn_{name}"] for name in names})
         callback.explicit, callback.engine = True, args.use_vllm
         return callback
@@ -135,6 +160,7 @@ class AQNCallback(TrainerCallback):
             norms = known.norms if known is not None else find_noisy_norms(model)
         self.detach()  # always hook again: hooks of ZeRO-3 gather a weight, and must come before ours
         self._noise = NormNoise(norms)
+        self._rms = multiplier_rms(norms)
         self._sampling_model = policy
         self._seed = seed if self.seed is None else self.seed
         self._handles = [
@@ -158,6 +184,22 @@ class AQNCallback(TrainerCallback):
     def norms(self) -> tuple[str, ...]:
         """Canonical names of the noisy norms; empty while not attached."""
         return tuple(self._noise.norms) if self._noise is not None else ()
+
+    def values(self) -> dict[str, float]:
+        """Return the values to log of the latest draw."""
+        found = {"aqn/sigma": self.sigma, "aqn/sigma_effective": self.sigma_effective}
+        found["aqn/share"] = self.sigma * statistics.median(self.shares)
+        return found if self.target_kl is None else found | {"aqn/sigma_max": self.schedule.sigma_max}
+
+    @property
+    def shares(self) -> list[float]:
+        """Standard deviation of the noise per sigma and per rms of the multiplier, of each norm."""
+        return [1.0 if self.scale == "relative" else 1 / max(rms, 1e-12) for rms in self._rms.values()]
+
+    @property
+    def expected_kl(self) -> float:
+        """KL of the latest draw, nats per token: the measured one times sigma squared. 0 if unmeasured."""
+        return (self.kl or 0.0) * (self.sigma / (self.schedule.sigma_max or 1.0)) ** 2
 
     @property
     def sigma(self) -> float:
@@ -231,6 +273,66 @@ class AQNCallback(TrainerCallback):
             noise.clear()
             self._reported = None
 
+    @torch.no_grad()
+    def measure(self, model: nn.Module, prompts: Sequence[Sequence[int]]) -> None:
+        """Measure `kl` and `dominant` on prompts (token ids, of one length), and scale sigma for `target_kl`.
+
+        Before training, on an unsharded model, in every process; takes 10 to 20 forwards of the prompts.
+        """
+        ids = torch.tensor(prompts, device=next(model.parameters()).device)
+        scales = self._rms if self.scale == "relative" else dict.fromkeys(self._rms, 1.0)
+
+        def forward() -> torch.Tensor:
+            return model(input_ids=ids, use_cache=False).logits
+
+        def kl_of(sigma: float, names: Sequence[str]) -> float:
+            with self.under(NoiseDraw(sigma, self._seed, 0, 0, {n: scales[n] * (n in names) for n in scales})):
+                rows = zip(forward(), clean, strict=True)
+            return statistics.mean(_kl(noisy, before) for noisy, before in rows)
+
+        def dominant(names: Sequence[str]) -> Iterator[tuple[str, float]]:
+            step = -(-len(names) // _GROUPS)
+            for part in (names[i : i + step] for i in range(0, len(names), step)):
+                if (share := kl_of(sigma, part) / kl) > _DOMINANT:
+                    yield from [(part[0], share)] if len(part) == 1 else dominant(part)
+
+        with evaluation_mode(model), decoded_weights(model), torch.compiler.set_stance("force_eager"):
+            clean, sigma = forward(), self.schedule.sigma_max
+            kl = kl_of(sigma, self.norms)
+            for _ in range(8):
+                if self.target_kl is None or abs(kl / self.target_kl - 1) < 0.02:
+                    break
+                sigma *= min(max((self.target_kl / max(kl, 1e-9)) ** 0.5, 0.1), 10.0)
+                kl = kl_of(sigma, self.norms)
+            self.dominant = dict(dominant(self.norms)) if kl > 0 else {}
+        same = [sigma, kl]  # as on the main process: sigma must not differ in the last bit
+        sigma, self.kl = broadcast_object_list(same)
+        self._scale_to(sigma)
+        if kl > _UNREADABLE:
+            logger.warning(
+                f"The noise moves the policy by {kl:.2g} nats per token at sigma {sigma:.3g} ({self.scale}): sampled "
+                "text will hardly make sense. Lower aqn_sigma_start, or set aqn_target_kl=0.05."
+            )
+
+    def _scale_to(self, sigma: float) -> None:
+        """Multiply both sigmas of the schedule so that the larger one is `sigma`."""
+        schedule = self.schedule
+        if sigma != schedule.sigma_max:
+            start, end = (s * (sigma / schedule.sigma_max) for s in (schedule.sigma_start, schedule.sigma_end))
+            self.schedule = dataclasses.replace(schedule, sigma_start=start, sigma_end=end)
+
+    def __str__(self) -> str:
+        schedule, shares = self.schedule, sorted(self.shares)
+        of = [f"{100 * schedule.sigma_max * shares[i]:.2g}" for i in (0, len(shares) // 2, -1)]
+        text = (
+            f"{schedule.name}, sigma {schedule.sigma_start:.3g} -> {schedule.sigma_end:.3g} in {schedule.num_stages} "
+            f"stages, scope {self.scope}, {self.scale}\nat most {of[0]}, {of[1]}, {of[2]} % of a norm's rms (smallest, "
+            "median, largest)"
+        )
+        if self.kl is not None:
+            text += f", KL {self.kl:.2g} nats per token"
+        return text + "".join(f", {100 * share:.0f} % of it from {name}" for name, share in self.dominant.items())
+
     def _hook(self, method):
         # a plain function: a deepcopy of the model would copy a bound method with the callback and its modules
         def hook(module, *args):
@@ -273,7 +375,10 @@ class AQNCallback(TrainerCallback):
         step = self._state.global_step
         generation = self.last_draw.generation + 1 if self.last_draw is not None and self.last_draw.step == step else 0
         sigma = self.schedule.sigma(step, self._state.max_steps, self._state.log_history)
-        self.last_draw = NoiseDraw(sigma, self._seed, step, generation)
+        if any(weight.requires_grad for weight in self._attached().weights.values()):  # trained norms
+            self._rms = multiplier_rms(self._attached().norms)
+        scales = self._rms if self.scale == "relative" else None
+        self.last_draw = NoiseDraw(sigma, self._seed, step, generation, scales)
         self._reported, self._measured = None, False
         self._attached().set(self.last_draw)
         self._attached().in_training = self.scope == "policy"
@@ -286,7 +391,7 @@ class AQNCallback(TrainerCallback):
     def _measure(self) -> None:
         """Record sigma of the latest draw for the log, once the draw was applied."""
         if not self._measured:
-            self._unlogged.append((self.sigma, self.sigma_effective))
+            self._unlogged.append(self.values())
             self._measured = True
 
     def on_init_end(self, args, state, control, **kwargs):
@@ -296,6 +401,14 @@ class AQNCallback(TrainerCallback):
         self._check_reach(args)
         self._state = state
         self.attach(model, seed=args.seed)
+        if self.target_kl is not None:
+            found = [entry["aqn/sigma_max"] for entry in state.log_history if "aqn/sigma_max" in entry]
+            if not found and self.kl is None:
+                raise ValueError(
+                    f"aqn_target_kl={self.target_kl} needs a forward before training, which FSDP, DeepSpeed and a "
+                    "plain trainer do not make. Set aqn_sigma_start instead, or call callback.measure(model, prompts)."
+                )
+            self._scale_to(found[-1] if found else self.schedule.sigma_max)  # a resumed run keeps its sigma
         logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -325,13 +438,11 @@ class AQNCallback(TrainerCallback):
                 f"{self.sigma:g}. Use aqn_scope='policy', where the trainer logs the noisy policy's entropy, or "
                 "another schedule."
             )
-        draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
-        if "aqn/sigma" in logs:  # the trainer logs it
+        draws, self._unlogged = self._unlogged or [self.values()], []
+        if "aqn/sigma" in logs:  # the trainer logs them
             return
-        effective = [value for _, value in draws if not math.isnan(value)]
-        values = {"aqn/sigma": sum(sigma for sigma, _ in draws) / len(draws)}
-        if effective:
-            values["aqn/sigma_effective"] = sum(effective) / len(effective)
+        known = {name: [draw[name] for draw in draws if not math.isnan(draw[name])] for name in draws[0]}
+        values = {name: sum(found) / len(found) for name, found in known.items() if found}
         logs.update(values)
         # Trainer put a copy of `logs` into the history before it called us
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -359,3 +470,9 @@ class AQNCallback(TrainerCallback):
                 "AQNCallback with scope='rollout': this trainer treats noisy completions as the clean policy's. Use "
                 "QeRLGRPOTrainer, which corrects the update, or scope='policy', which needs no correction."
             )
+
+
+def _kl(noisy: torch.Tensor, clean: torch.Tensor) -> float:
+    """Return the mean KL(noisy || clean) of logits (T, V), in nats per token."""
+    of, to = noisy.float().log_softmax(-1), clean.float().log_softmax(-1)
+    return (of.exp() * (of - to)).sum(-1).mean().item()

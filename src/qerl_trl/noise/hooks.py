@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,13 +27,26 @@ _EXACT = (torch.float32, torch.float64)
 class NoiseDraw(NamedTuple):
     """The key of one draw, sufficient for a worker to reproduce the noise of every norm.
 
-    `sigma` is 0 without noise (evaluation, stage 0).
+    `sigma` is 0 without noise (evaluation, stage 0). The noise of a norm has the standard deviation sigma (absolute),
+    or with `scales`, a number per norm by name, sigma times that number (relative: `norms.multiplier_rms`).
     """
 
     sigma: float
     seed: int
     step: int
     generation: int
+    scales: Mapping[str, float] | None = None
+
+    def noise(self, names: Sequence[str], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Compute the noise of norms with `sizes` weights, concatenated: (sum of sizes,) float32, the same bits
+        everywhere."""
+        unit = standard_noises(self.seed, self.step, self.generation, names, sizes, device) * self.sigma
+        return unit if self.scales is None else unit * self.units(names, sizes, device)
+
+    def units(self, names: Sequence[str], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return the standard deviation of the noise per sigma: (sum of sizes,) float32."""
+        scales = torch.tensor([1.0 if self.scales is None else self.scales[name] for name in names])
+        return scales.repeat_interleave(torch.tensor(sizes)).to(device, non_blocking=True)
 
     def check(self, effective: float) -> None:
         """Raise `RuntimeError` if `effective`, the rms of the noise in an engine, is not this draw's sigma."""
@@ -51,7 +64,7 @@ class NormNoise:
 
     `set(draw)` chooses the noise, `with active():` applies it, `in_training = True` applies it in every forward of a
     norm in training mode (and in the recomputation of gradient checkpointing). During one forward of a norm the entry
-    `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back, also when the forward raises. A
+    `_parameters["weight"]` is replaced by `weight + noise` in fp32 and put back, also when the forward raises. A
     trainable norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change between forwards.
 
     Args:
@@ -91,14 +104,18 @@ class NormNoise:
         draw = self.draw
         if self._noise or draw is None or draw.sigma == 0:
             return
-        weights = {name: _weight(module) for name, module in self.norms.items()}
+        weights = self.weights
         # ds_shape: ZeRO-3
         sizes = {name: math.prod(getattr(weight, "ds_shape", weight.shape)) for name, weight in weights.items()}
         for device in {weight.device for weight in weights.values()}:
             names = [name for name, weight in weights.items() if weight.device == device]
             own = [sizes[name] for name in names]
-            unit = standard_noises(draw.seed, draw.step, draw.generation, names, own, device)
-            self._noise |= zip(names, (unit * draw.sigma).split(own), strict=True)
+            self._noise |= zip(names, draw.noise(names, own, device).split(own), strict=True)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weight of each norm by canonical name."""
+        return {name: _weight(module) for name, module in self.norms.items()}
 
     @property
     def in_training(self) -> bool:
@@ -139,7 +156,8 @@ class NormNoise:
         return len(self._landed)
 
     def sigma_effective(self) -> float | None:
-        """Return the rms of the current draw's noise in the norm weights, in their first noisy forward; else None.
+        """Return the rms of the current draw's noise in the norm weights, in units of the draw, in their first noisy
+        forward; else None.
 
         Equals sigma up to the sampling error of the noise itself, 1/sqrt(2 n) over n values.
         """
@@ -148,7 +166,8 @@ class NormNoise:
         if not self._landed:
             return None
         device = next(iter(self._landed.values())).device
-        total = sum(value.to(device) for value in self._landed.values())
+        scales = (self.draw and self.draw.scales) or dict.fromkeys(self._landed, 1.0)
+        total = sum(value.to(device) / scales[name] ** 2 for name, value in self._landed.items())
         count = sum(self._noise[name].numel() for name in self._landed)
         return math.sqrt(float(total) / count)
 

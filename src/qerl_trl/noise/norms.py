@@ -10,6 +10,8 @@ output tensor (by storage, so views count).
 Left out: norms inside attention (q_norm, k_norm, latent attention), sandwich norms, and the final norm (output head).
 """
 
+import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +22,7 @@ from peft import PeftModel
 from torch import nn
 
 from ..nvfp4.linear import NVFP4Linear, decoded_weights
-from ..support.names import canonical_name, unwrap
+from ..support.names import canonical_name, full_tensors, unwrap
 from ..support.phases import evaluation_mode
 
 
@@ -63,6 +65,29 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
             f"{', '.join(seen)}). Train without noise (aqn=False, or no AQNCallback), or choose a pre-norm model."
         )
     return found
+
+
+@torch.no_grad()
+def multiplier_rms(norms: Mapping[str, nn.Module]) -> dict[str, float]:
+    """Return the rms of each norm's multiplier: its weight, or 1 + weight in classes that add 1 (Gemma, Qwen3-Next).
+
+    Summed exactly, so every rank and device gets the same bits. Collective under FSDP 2.
+    """
+    parameters: list[Any] = [module._parameters["weight"] for module in norms.values()]
+    weights = full_tensors(parameters)
+    found = {}
+    for (name, module), weight in zip(norms.items(), weights, strict=True):
+        values = (weight.double().cpu() + _added(module, weight.numel())).tolist()
+        found[name] = math.sqrt(math.fsum(value * value for value in values) / len(values))
+    return found
+
+
+def _added(norm: nn.Module, size: int) -> int:
+    """Return 1 if the norm's class multiplies by 1 + weight, else 0: its output for 1, -1, ... with zero weights."""
+    bare = copy.copy(norm)
+    parameters: Any = {name: None if p is None else torch.zeros(size) for name, p in norm._parameters.items()}
+    bare._parameters = parameters
+    return round(type(norm).forward(bare, torch.ones(size).mul_((-1) ** torch.arange(size))[None]).abs().mean().item())
 
 
 def _trace(model: Any, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> set[str]:

@@ -52,9 +52,14 @@ class NoiseSchedule:
             )
 
     @property
+    def sigma_max(self) -> float:
+        """Larger one of both sigmas."""
+        return max(self.sigma_start, self.sigma_end)
+
+    @property
     def ever_noisy(self) -> bool:
         """Whether any stage has noise."""
-        return max(self.sigma_start, self.sigma_end) > 0
+        return self.sigma_max > 0
 
     def stage(self, step: int, total_steps: int) -> int:
         """Return the stage of optimizer step `step` (from 0) in a run of `total_steps`; later ones in the last."""
@@ -132,6 +137,10 @@ class ConstantSchedule(NoiseSchedule):
     """Constant sigma_start at every step, without a silent stage; ignores sigma_end and num_stages."""
 
     name = "constant"
+
+    @property
+    def sigma_max(self) -> float:
+        return self.sigma_start
 
     def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
         return self.sigma_start

@@ -172,7 +172,8 @@ class MismatchWatch:
         bounds = gap_bounds(trainer.args, same=not noisy)
         # scores of transformers' rollouts ignore left-out tokens
         sampled_from = sampler(trainer.args) if trainer.args.use_vllm else "all"
-        self.judge(found, trainer.state.global_step, noisy, bounds, sampled_from)
+        expected = aqn.expected_kl if noisy and aqn is not None else 0.0
+        self.judge(found, trainer.state.global_step, noisy, bounds, sampled_from, expected)
 
     def judge(
         self,
@@ -181,12 +182,14 @@ class MismatchWatch:
         noisy: bool,
         bounds: tuple[float, float] = (0, 0),
         sampled_from: Sampler = "all",
+        expected: float = 0.0,
     ) -> None:
         """Warn, or raise `RuntimeError` for a persistent mismatch.
 
         Args:
             noisy: only the rollout had noise, so a KL is expected.
             bounds: lowest and highest gap of right log-probabilities.
+            expected: KL of the noise, measured before training; added to the threshold.
         """
         if self.threshold is None or found.mismatch_kl is None:
             return
@@ -205,14 +208,14 @@ class MismatchWatch:
         )
         if sampled_from == "reweighed":
             return
-        limit = self.threshold if noisy else self.threshold / self.STOP
+        limit = self.threshold + expected if noisy else self.threshold / self.STOP
         kl, about = (found.mismatch_kl, "about") if sampled_from == "all" else (found.kl_above, "at least")
-        expected = "under noise" if noisy else "although both should be the same policy"
+        why = "under noise" if noisy else "although both should be the same policy"
         self._limit(
             "kl",
             kl,
             limit,
-            f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {expected} "
+            f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {why} "
             f"(limit {limit:.4g}).",
             "Lower aqn_sigma_start, or use aqn_scope='policy'."
             if noisy

@@ -2,7 +2,7 @@
 
 The server is first compared with the trainer's model: settings, and every linear layer, embedding and norm by name and
 checksum ([`differences`]); checksums of tensor-parallel shards add up. An update goes through shared memory, or between
-hosts in a request body (weights.py); noise goes as four numbers. The server's workers apply both (vllm/worker.py).
+hosts in a request body (weights.py); noise goes as a `NoiseDraw`. The server's workers apply both (vllm/worker.py).
 Completions come from vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is not used: it calls
 `model.load_weights`, without adapter buffers and noise.
 """
@@ -224,7 +224,7 @@ class ServerEngine(Engine):
         answers = self.client.call("qerl_contents")
         ranks = [Contents(a["received"], a["damaged"], a["draw"] and NoiseDraw(*a["draw"])) for a in answers]
         damaged = sorted({name for rank in ranks for name in rank.damaged})
-        if len({(rank.received, rank.draw) for rank in ranks}) > 1:
+        if any((rank.received, rank.draw) != (ranks[0].received, ranks[0].draw) for rank in ranks):
             damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
         return ranks[0]._replace(damaged=damaged)
 

@@ -11,6 +11,8 @@ from ..memory.formulas import model_bytes, optimizer_bytes
 from ..nvfp4.fused import selected_for_model
 from ..nvfp4.linear import NVFP4Linear, describe
 from ..rollout import mismatch
+from ..rollout.probe import run_prompts
+from ..rollout.supported import placed_in_training
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -45,12 +47,6 @@ def banner(trainer) -> str:
             ", weights shared" if args.share_weights and args.vllm_mode == "colocate" else ""
         )
         rollout += ", batch-invariant" * args.vllm_batch_invariant
-    noise = "off"
-    if args.aqn:
-        noise = (
-            f"{args.aqn_schedule}, sigma {args.aqn_sigma_start:g} -> {args.aqn_sigma_end:g} in {args.aqn_num_stages} "
-            f"stages, scope {args.aqn_scope}"
-        )
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
         "device": hardware(args),
@@ -58,7 +54,7 @@ def banner(trainer) -> str:
         "trained": f"{sizes.trained_parameters:,} parameters, {_size(sizes.trained)}",
         "optimizer": f"{plan.work.optimizer}, {_size(optimizer_bytes(plan.work.optimizer, sizes))}, "
         f"lr {args.learning_rate:g}",
-        "noise": noise,
+        "noise": str(trainer.aqn or "off"),
         "rollout": f"{rollout}; {args.generation_batch_size} completions of up to {args.max_completion_length} tokens, "
         f"{args.num_generations} per prompt",
         "memory": plan.summary(),
@@ -95,9 +91,11 @@ def unlike_trl(args: Any) -> list[str]:
 
 
 def announce(trainer: Any) -> None:
-    """Print the banner on the main process, once per trainer, and warn of uncorrected noise."""
+    """Measure the noise, print the banner on the main process, once per trainer, and warn of uncorrected noise."""
     if not trainer._announced:
         trainer._announced = True
+        if trainer.aqn is not None and trainer.aqn.schedule.ever_noisy and not placed_in_training(trainer.accelerator):
+            trainer.aqn.measure(trainer.model, run_prompts(trainer, trainer.processing_class, None)[:4])
         trainer.accelerator.print(banner(trainer))
         if trainer.accelerator.is_main_process:
             mismatch.warn_of_uncorrected_noise(trainer, trainer.aqn)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
-from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.noise.norms import find_noisy_norms, multiplier_rms
 from qerl_trl.rollout.engine import RolloutError
 from tests.e2e.engine.engines import (
     DEVICE,
@@ -86,13 +86,16 @@ def test_adapter_updates_reach_an_engine_in_the_trainers_memory(policy, g):
     check_shared(policy, g)
 
 
-def test_noise_equals_the_trainers_and_sigma_zero_is_no_noise(policy, g):
+@pytest.mark.parametrize("scale", ["absolute", "relative"])
+def test_noise_equals_the_trainers_and_sigma_zero_is_no_noise(policy, g, scale):
+    norms = find_noisy_norms(policy)
+    draw = DRAW if scale == "absolute" else DRAW._replace(scales=multiplier_rms(norms))
     g.sync_weights()
     g.engine.reset_prefix_cache()  # with cached prefixes the prefill would have another shape
     clean = greedy(g.llm)
-    noise = NormNoise(find_noisy_norms(policy))
-    noise.set(DRAW)
-    put_noise(g, DRAW)
+    noise = NormNoise(norms)
+    noise.set(draw)
+    put_noise(g, draw)
     with noise.active():
         assert gap(policy, g.llm) < EXACT
     assert gap(policy, g.llm) > 0.1
@@ -101,9 +104,9 @@ def test_noise_equals_the_trainers_and_sigma_zero_is_no_noise(policy, g):
     weights = {n: norms[n].weight.detach().clone() for n in g.trainer.aqn.norms}
     for name, weight in weights.items():
         assert torch.equal(weight, noise.norms[name].weight.float() + noise._noise[name].to(DEVICE))
-    put_noise(g, DRAW._replace(step=4, generation=0))
+    put_noise(g, draw._replace(step=4, generation=0))
     assert not any(torch.equal(weights[n], norms[n].weight) for n in weights), "another draw is another noise"
-    put_noise(g, DRAW)
+    put_noise(g, draw)
     assert all(torch.equal(weights[n], norms[n].weight) for n in weights), "the same draw is the same noise"
     put_noise(g, None)
     again = greedy(g.llm)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
 from ..engine import (
     AdapterTensors,
@@ -269,9 +268,7 @@ class RolloutState:
         noisy = self._clean
         if draw.sigma > 0:
             sizes = [weight.numel() for weight in weights]
-            unit = standard_noises(draw.seed, draw.step, draw.generation, self._names, sizes, self._clean.device)
-            # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
-            noisy = self._clean + unit * draw.sigma
+            noisy = self._clean + draw.noise(self._names, sizes, self._clean.device)
         _copy(weights, self._split(noisy))
         self.draw = draw
 
@@ -282,10 +279,11 @@ class RolloutState:
 
     @torch.no_grad()
     def sigma_effective(self) -> float:
-        """Return the rms of the noise in vLLM's norm weights, after rounding."""
-        if self._clean is None:
+        """Return the rms of the noise in vLLM's norm weights, after rounding, in units of the draw."""
+        if self._clean is None or self.draw is None:
             return 0.0
-        return float((self._gather() - self._clean).square().mean().sqrt())
+        units = self.draw.units(self._names, [weight.numel() for weight in self._weights()], self._clean.device)
+        return float(((self._gather() - self._clean) / units).square().mean().sqrt())
 
     def _gather(self) -> torch.Tensor:
         """Copy the noisy norms' current weights, concatenated: (sum of sizes,) float32."""
