@@ -109,6 +109,7 @@ def test_noise_equals_the_trainers_and_sigma_zero_is_no_noise(policy, g, scale):
     put_noise(g, draw)
     assert all(torch.equal(weights[n], norms[n].weight) for n in weights), "the same draw is the same noise"
     put_noise(g, None)
+    noise.remove()
     again = greedy(g.llm)
     assert clean[0] == again[0] and torch.equal(clean[1], again[1]), "sigma 0 is no noise, to the last bit"
 
