@@ -130,7 +130,7 @@ class QeRLArguments(OnlineConfig):
             `"relative"`: the rms of each norm's weights (of 1 + weight for Gemma); 0.03 is 3 %.
         aqn_target_kl (`float`, *optional*):
             Scale both sigmas at the start so that the larger one moves the policy by this KL, in nats per token,
-            measured on prompts of the run. Not with FSDP and DeepSpeed.
+            measured on sampled tokens. Not with FSDP and DeepSpeed.
         aqn_seed (`int`, *optional*):
             Seed of the noise. Defaults to `seed`.
         aqn_entropy_target (`float`, *optional*):

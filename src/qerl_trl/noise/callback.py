@@ -24,7 +24,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -47,6 +47,8 @@ SCOPES = ("rollout", "policy")
 SCALES = ("absolute", "relative")
 #: least share of the noise's KL for which a norm is named at start; groups per step of the search for it
 _DOMINANT, _GROUPS = 0.2, 8
+#: tokens sampled per prompt to measure the noise
+_NEW_TOKENS = 32
 #: KL in nats per token from which a warning is logged at start
 _UNREADABLE = 1.0
 
@@ -68,9 +70,10 @@ class AQNCallback(TrainerCallback):
     never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is evaluated under the same noise;
     a separate reference model is clean. After an exception the hooks stay on: call `detach()` before further use.
 
-    Logged with every training log line: `aqn/sigma`, `aqn/sigma_effective` and `aqn/share` (median over the norms of
-    sigma divided by the rms of the norm's multiplier), means over the draws since the last line, in
-    `state.log_history`, the progress bar and later callbacks; in `report_to` only after `callback.log_first(trainer)`.
+    Logged with every training log line: `aqn/sigma`, `aqn/sigma_effective`, `aqn/share` (median over the norms of sigma
+    divided by the rms of the norm's multiplier), and after [`measure`] `aqn/expected_kl`, means over the draws since
+    the last line, in `state.log_history`, the progress bar and later callbacks; in `report_to` only after
+    `callback.log_first(trainer)`.
 
     Args:
         schedule: a name in `schedules.SCHEDULES`, with the four following arguments, or a `NoiseSchedule`.
@@ -90,7 +93,7 @@ class AQNCallback(TrainerCallback):
         engine: vLLM generates; `generation()` leaves the transformers model clean.
         draw: the `NoiseDraw` of the current generation; None outside of one (clean).
         last_draw: of the latest generation in training, ended or not; None before the first.
-        kl: KL at `schedule.sigma_max` before training, nats per token; None before [`measure`].
+        kl: KL at `schedule.sigma_max` before training, nats per sampled token; None before [`measure`].
         dominant: norms with more than 20 % of this KL -> their share.
 
     Raises:
@@ -189,7 +192,8 @@ class AQNCallback(TrainerCallback):
         """Return the values to log of the latest draw."""
         found = {"aqn/sigma": self.sigma, "aqn/sigma_effective": self.sigma_effective}
         found["aqn/share"] = self.sigma * statistics.median(self.shares)
-        return found if self.target_kl is None else found | {"aqn/sigma_max": self.schedule.sigma_max}
+        found |= {"aqn/sigma_max": self.schedule.sigma_max} if self.target_kl is not None else {}
+        return found if self.kl is None else found | {"aqn/expected_kl": self.expected_kl}
 
     @property
     def shares(self) -> list[float]:
@@ -274,16 +278,16 @@ class AQNCallback(TrainerCallback):
             self._reported = None
 
     @torch.no_grad()
-    def measure(self, model: nn.Module, prompts: Sequence[Sequence[int]]) -> None:
-        """Measure `kl` and `dominant` on prompts (token ids, of one length), and scale sigma for `target_kl`.
-
-        Before training, on an unsharded model, in every process; takes 10 to 20 forwards of the prompts.
+    def measure(self, model: nn.Module, prompts: Sequence[Sequence[int]], temperature: float = 1.0) -> None:
+        """Sample a few tokens after prompts (token ids), measure `kl` and `dominant` there, and scale sigma for
+        `target_kl`. Before training, on an unsharded model, in every process. Takes about 50 forwards of few tokens.
         """
-        ids = torch.tensor(prompts, device=next(model.parameters()).device)
+        device, length = next(model.parameters()).device, min(map(len, prompts))
+        ids = torch.tensor([prompt[-length:] for prompt in prompts], device=device)
         scales = self._rms if self.scale == "relative" else dict.fromkeys(self._rms, 1.0)
 
         def forward() -> torch.Tensor:
-            return model(input_ids=ids, use_cache=False).logits
+            return model(input_ids=ids, use_cache=False).logits[:, length - 1 : -1] / temperature
 
         def kl_of(sigma: float, names: Sequence[str]) -> float:
             with self.under(NoiseDraw(sigma, self._seed, 0, 0, {n: scales[n] * (n in names) for n in scales})):
@@ -296,7 +300,16 @@ class AQNCallback(TrainerCallback):
                 if (share := kl_of(sigma, part) / kl) > _DOMINANT:
                     yield from [(part[0], share)] if len(part) == 1 else dominant(part)
 
-        with evaluation_mode(model), decoded_weights(model), torch.compiler.set_stance("force_eager"):
+        with (
+            evaluation_mode(model),
+            decoded_weights(model),
+            torch.compiler.set_stance("force_eager"),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
+            torch.manual_seed(self._seed)
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            count = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS}
+            ids = cast(Any, model).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **sampling, **count)
             clean, sigma = forward(), self.schedule.sigma_max
             kl = kl_of(sigma, self.norms)
             for _ in range(8):

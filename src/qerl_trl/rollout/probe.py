@@ -334,12 +334,15 @@ def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) 
     """Return [`prompts_of`] a trainer's data, tokenized without tools and pictures; short on a CPU, for speed."""
     longest = (PROMPT_TOKENS if torch.cuda.is_available() else 16) + _NEW_TOKENS
     longest = min(longest, max_model_len or longest)
-    tokens: list[list[int]] = []
-    if not trainer._is_vlm:
-        rows = itertools.islice(iter(trainer.train_dataset), 64)
-        texts = [maybe_apply_chat_template({"prompt": row["prompt"]}, processing_class)["prompt"] for row in rows]
-        tokens = processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
+    tokens = first_prompts(trainer, processing_class, 64)
     return prompts_of(tokens, trainer.model.config.get_text_config().vocab_size, longest)
+
+
+def first_prompts(trainer: Any, processing_class: Any, count: int) -> list[list[int]]:
+    """Return the first prompts of the run, tokenized without tools; none for a model of text and pictures."""
+    rows = itertools.islice(iter(trainer.train_dataset), 0 if trainer._is_vlm else count)
+    texts = [maybe_apply_chat_template({"prompt": row["prompt"]}, processing_class)["prompt"] for row in rows]
+    return processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
 def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:

@@ -11,7 +11,8 @@ from ..memory.formulas import model_bytes, optimizer_bytes
 from ..nvfp4.fused import selected_for_model
 from ..nvfp4.linear import NVFP4Linear, describe
 from ..rollout import mismatch
-from ..rollout.probe import run_prompts
+from ..rollout.probe import first_prompts
+from ..rollout.sampling import of_the_model_alone
 from ..rollout.supported import placed_in_training
 
 
@@ -94,8 +95,11 @@ def announce(trainer: Any) -> None:
     """Measure the noise, print the banner on the main process, once per trainer, and warn of uncorrected noise."""
     if not trainer._announced:
         trainer._announced = True
-        if trainer.aqn is not None and trainer.aqn.schedule.ever_noisy and not placed_in_training(trainer.accelerator):
-            trainer.aqn.measure(trainer.model, run_prompts(trainer, trainer.processing_class, None)[:4])
+        noisy = trainer.aqn is not None and trainer.aqn.schedule.ever_noisy
+        prompts = first_prompts(trainer, trainer.processing_class, 4 * noisy)
+        if prompts and not placed_in_training(trainer.accelerator):
+            with of_the_model_alone(trainer.model):
+                trainer.aqn.measure(trainer.model, prompts, trainer.temperature)
         trainer.accelerator.print(banner(trainer))
         if trainer.accelerator.is_main_process:
             mismatch.warn_of_uncorrected_noise(trainer, trainer.aqn)
