@@ -47,8 +47,8 @@ SCOPES = ("rollout", "policy")
 SCALES = ("absolute", "relative")
 #: least share of the noise's KL for which a norm is named at start; groups per step of the search for it
 _DOMINANT, _GROUPS = 0.2, 8
-#: tokens sampled per prompt to measure the noise
-_NEW_TOKENS = 32
+#: tokens sampled to measure the noise, after the last ones of a prompt
+_NEW_TOKENS, _PROMPT_TOKENS = 48, 192
 #: KL in nats per token from which a warning is logged at start
 _UNREADABLE = 1.0
 
@@ -282,23 +282,23 @@ class AQNCallback(TrainerCallback):
         """Sample a few tokens after prompts (token ids), measure `kl` and `dominant` there, and scale sigma for
         `target_kl`. Before training, on an unsharded model, in every process. Takes about 50 forwards of few tokens.
         """
-        device, length = next(model.parameters()).device, min(map(len, prompts))
+        device, length = next(model.parameters()).device, min(_PROMPT_TOKENS, *map(len, prompts))
         ids = torch.tensor([prompt[-length:] for prompt in prompts], device=device)
         scales = self._rms if self.scale == "relative" else dict.fromkeys(self._rms, 1.0)
 
-        def forward() -> torch.Tensor:
-            return model(input_ids=ids, use_cache=False).logits[:, length - 1 : -1] / temperature
+        def forward(rows: int) -> torch.Tensor:
+            return model(input_ids=ids[:rows], use_cache=False).logits[:, length - 1 : -1] / temperature
 
-        def kl_of(sigma: float, names: Sequence[str]) -> float:
+        def kl_of(sigma: float, names: Sequence[str], rows: int = len(prompts)) -> float:
             with self.under(NoiseDraw(sigma, self._seed, 0, 0, {n: scales[n] * (n in names) for n in scales})):
-                rows = zip(forward(), clean, strict=True)
-            return statistics.mean(_kl(noisy, before) for noisy, before in rows)
+                pairs = zip(forward(rows), clean, sampled, strict=False)
+            return sum(_kl(noisy[own], before[own]) for noisy, before, own in pairs) / int(sampled[:rows].sum())
 
-        def dominant(names: Sequence[str]) -> Iterator[tuple[str, float]]:
+        def dominant(names: Sequence[str], whole: float) -> Iterator[tuple[str, float]]:
             step = -(-len(names) // _GROUPS)
             for part in (names[i : i + step] for i in range(0, len(names), step)):
-                if (share := kl_of(sigma, part) / kl) > _DOMINANT:
-                    yield from [(part[0], share)] if len(part) == 1 else dominant(part)
+                if (share := kl_of(sigma, part, 2) / whole) > _DOMINANT:
+                    yield from [(part[0], share)] if len(part) == 1 else dominant(part, whole)
 
         with (
             evaluation_mode(model),
@@ -307,17 +307,21 @@ class AQNCallback(TrainerCallback):
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
             torch.manual_seed(self._seed)
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            count = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS}
-            ids = cast(Any, model).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **sampling, **count)
-            clean, sigma = forward(), self.schedule.sigma_max
+            sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            sampling |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": _NEW_TOKENS}
+            ids = cast(Any, model).generate(input_ids=ids, **sampling)
+            ends = torch.tensor(cast(Any, model).generation_config.eos_token_id or -1, device=device)
+            ended = torch.isin(ids[:, length:], ends).int()
+            sampled = ended.cumsum(1) == ended
+            clean, sigma = forward(len(prompts)), self.schedule.sigma_max
             kl = kl_of(sigma, self.norms)
             for _ in range(8):
                 if self.target_kl is None or abs(kl / self.target_kl - 1) < 0.02:
                     break
                 sigma *= min(max((self.target_kl / max(kl, 1e-9)) ** 0.5, 0.1), 10.0)
                 kl = kl_of(sigma, self.norms)
-            self.dominant = dict(dominant(self.norms)) if kl > 0 else {}
+            whole = kl_of(sigma, self.norms, 2)
+            self.dominant = dict(dominant(self.norms, whole)) if whole > 0 else {}
         same = [sigma, kl]  # as on the main process: sigma must not differ in the last bit
         sigma, self.kl = broadcast_object_list(same)
         self._scale_to(sigma)
@@ -486,6 +490,6 @@ class AQNCallback(TrainerCallback):
 
 
 def _kl(noisy: torch.Tensor, clean: torch.Tensor) -> float:
-    """Return the mean KL(noisy || clean) of logits (T, V), in nats per token."""
+    """Return the sum over tokens of KL(noisy || clean) of logits (T, V), in nats."""
     of, to = noisy.float().log_softmax(-1), clean.float().log_softmax(-1)
-    return (of.exp() * (of - to)).sum(-1).mean().item()
+    return (of.exp() * (of - to)).sum().item()

@@ -96,7 +96,7 @@ def announce(trainer: Any) -> None:
     if not trainer._announced:
         trainer._announced = True
         noisy = trainer.aqn is not None and trainer.aqn.schedule.ever_noisy
-        prompts = first_prompts(trainer, trainer.processing_class, 4 * noisy)
+        prompts = first_prompts(trainer, trainer.processing_class, 8 * noisy)
         if prompts and not placed_in_training(trainer.accelerator):
             with of_the_model_alone(trainer.model):
                 trainer.aqn.measure(trainer.model, prompts, trainer.temperature)
