@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl.checkpoint.fingerprint import base_sha256
-from qerl_trl.publish import export
-from qerl_trl.publish.export import logits_of
+from qerl_trl.publish import distance
+from qerl_trl.publish.distance import logits_of
 from qerl_trl.publish.load import load_policy
 from tests.faults.tiny_runs import call
 from tests.hub_server import REPO
@@ -88,14 +88,14 @@ def test_merge_and_eval_ask_as_the_run_and_the_task_do(save_run, tiny_tokenizer,
         write_rows(tmp_path / f"{split}.jsonl", *rows)
     lines = ["dataset_name: .", "grader: exact", "chat_template_path: own.jinja", "system_prompt: In words."]
     (tmp_path / "task.yaml").write_text("\n".join(lines))
-    asked, distances = [], export.prompt_batches
+    asked, batches_of = [], distance.prompt_batches
 
     def prompt_batches(*arguments):
-        batches = distances(*arguments)
+        batches = batches_of(*arguments)
         asked.append([tiny_tokenizer.decode(ids[0]) for ids in batches])
         return batches
 
-    monkeypatch.setattr(export, "prompt_batches", prompt_batches)
+    monkeypatch.setattr(distance, "prompt_batches", prompt_batches)
     of_the_task = ["--task", tmp_path / "task.yaml"]
     for source, target, form in (("run", "again", "adapter"), ("again", "merged", "bf16")):
         code, _, err = call("merge", tmp_path / source, tmp_path / target, "--as", form, *of_the_task)
