@@ -92,7 +92,7 @@ def _damage(text: str, rows: int, model: str, destination: Path, options: tuple)
         f"KL from the source {after['kl_nats_per_token']:.4f} nats per token on {after['tokens']:,.0f} tokens",
         *(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in ("perplexity", "entropy")),
         f"largest output errors: {', '.join(f'{error:.3f} in {name}' for name, error in worst)}",
-        "with --skip (vLLM needs all kinds of a line, or none):",
+        "gain of --skip (vLLM fuses q, k, v and gate, up: skip these together):",
     ]
     for kind, row in measured["if_dense"].items():
         line = f"{kind:21} {100 * row['weight_share']:5.1f} % of weights, {100 * row['damage_share']:5.1f} % of KL"
@@ -181,15 +181,9 @@ def merge(
                 policy, destination, None, rule, force, overwrite, card=card, progress=progress, notify=note
             )
         else:
+            weights = dtype or "bfloat16"
             done = export.save_merged(
-                policy,
-                destination,
-                None,
-                dtype or "bfloat16",
-                overwrite,
-                measured=measured,
-                card=card,
-                progress=progress,
+                policy, destination, None, weights, overwrite, measured=measured, card=card, progress=progress
             )
     content: dict[str, Any] = {key: value for key, value in done.items() if key in ("kind", "survived")}
     content["destination"] = str(destination)
