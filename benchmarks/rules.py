@@ -31,9 +31,9 @@ RULES = ["bf16", *SCALE_RULES, *["nf4"] * bool(importlib.util.find_spec("bitsand
 
 def rounded(weight: torch.Tensor, rule: str) -> torch.Tensor:
     if rule == "nf4":
-        from bitsandbytes import functional
+        import bitsandbytes.functional as bnb
 
-        return functional.dequantize_4bit(*functional.quantize_4bit(weight, quant_type="nf4"))
+        return bnb.dequantize_4bit(*bnb.quantize_4bit(weight, quant_type="nf4"))
     return weight if rule == "bf16" else dequantize(*quantize(weight, rule), weight.dtype)
 
 
@@ -104,7 +104,7 @@ def markdown() -> str:
     return (
         table(["model", "weights", "KL from bf16", "perplexity", "entropy", "greedy accuracy, %"], rows, left=2)
         + f"\n\nText: sampled from the bf16 model at temperature 1, {record['text']} problems; {'; '.join(sizes)}. "
-        + f"{measured_by(OUT, record['device'], [record['commit']], torch=record['versions']['torch'])}."
+        + f"{measured_by(OUT, record['device'], [record['commit'] or 'unknown'], torch=record['versions']['torch'])}."
     )
 
 

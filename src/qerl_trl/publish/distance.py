@@ -103,8 +103,8 @@ def figures(
 
 
 def damage(source: nn.Module, quantized: nn.Module, batches: list[torch.Tensor]) -> dict[str, Any]:
-    """Measure what quantizing changed: [`figures`] of both models, and with dense layers (`if_dense`), by kind and by
-    the kinds that vLLM fuses; and each layer's |Qx - Wx|^2 / |Wx|^2 on the source's inputs x (`output_errors`).
+    """Measure the damage of a quantization: [`figures`] of both models, and with dense layers (`if_dense`), by kind and
+    by the kinds that vLLM fuses; and each layer's |Qx - Wx|^2 / |Wx|^2 on the source's inputs x (`output_errors`).
     """
     layers = {name: layer for name, layer in quantized.named_modules() if isinstance(layer, NVFP4Linear)}
     sizes = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
