@@ -64,8 +64,8 @@ def measure(options: argparse.Namespace, folder: str, new: int, tasks: list[str]
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     load = AutoModelForCausalLM.from_pretrained
     source, model = (load(folder, dtype=dtype).to(DEVICE).eval() for dtype in (torch.float32, torch.bfloat16))
-    ends = model.generation_config.eos_token_id
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    ends, pad = model.generation_config.eos_token_id, tokenizer.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)  # without the model's penalties
     exact, names = copy.deepcopy(source), NVFP4Config().linears_to_quantize(source)
     torch.manual_seed(0)
@@ -97,14 +97,15 @@ def markdown() -> str:
     record, rows = json.loads(OUT.read_text()), []
     for model in record["models"]:
         for rule, row in model["rules"].items():
-            figures = f"{row['kl_nats_per_token']:.4f}", f"{row['perplexity']:.3f}", f"{row['entropy']:.3f}"
-            tasks = ", ".join(f"{task} {100 * row[task]:.1f}" for task in model["problems"])
-            rows.append([model["model"], rule, *figures, tasks])
-    sizes = [f"{m['rules']['bf16']['tokens']:,.0f} tokens and {m['problems']} problems" for m in record["models"]]
+            measured = f"{row['kl_nats_per_token']:.4f}", f"{row['perplexity']:.3f}", f"{row['entropy']:.3f}"
+            tasks = ", ".join(f"{task} {100 * row[task]:.1f} of {n}" for task, n in model["problems"].items())
+            rows.append([model["model"], rule, *measured, tasks])
+    tokens = ", ".join(f"{model['rules']['bf16']['tokens']:,.0f}" for model in record["models"])
     return (
         table(["model", "weights", "KL from bf16", "perplexity", "entropy", "greedy accuracy, %"], rows, left=2)
-        + f"\n\nText: sampled from the bf16 model at temperature 1, {record['text']} problems; {'; '.join(sizes)}. "
-        + f"{measured_by(OUT, record['device'], [record['commit'] or 'unknown'], torch=record['versions']['torch'])}."
+        + f"\n\nOn {tokens} tokens of answers to {record['text']} problems, sampled from bf16 at temperature 1. "
+        "All weights were dequantized from 4-bit GGUFs (SHA-256 in the file). "
+        f"{measured_by(OUT, record['device'], [record['commit'] or 'unknown'], torch=record['versions']['torch'])}."
     )
 
 
