@@ -79,13 +79,13 @@ def _problems(text: Path | str, tokenizer: Any) -> Any:
 
 def _damage(text: str, rows: int, model: str, destination: Path, options: tuple) -> tuple[dict, list[str]]:
     """Measure the damage of a quantization and add it to its report; return it, also in lines."""
-    from qerl_trl.publish import distance, load, quantize
+    from qerl_trl.publish import distance, load
 
     source, quantized = (load.load_any(str(each), *options) for each in (model, destination))
     tokenizer: Any = source.tokenizer
     batches = distance.prompt_batches(_problems(text, tokenizer), tokenizer, limit=rows)
     measured = distance.damage(source.model, quantized.model, batches)
-    quantize.add_to_report(destination, measured)
+    distance.add_to_report(destination, measured)
     before, after = measured["source"], measured["quantized"]
     worst = sorted(measured["output_errors"].items(), key=lambda item: -item[1])[:3]
     lines = [

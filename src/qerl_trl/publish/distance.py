@@ -17,9 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
+from ..checkpoint import seal
 from ..checkpoint.records import Measured
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.linear import NVFP4Linear
+from .quantize import REPORT_NAME
 
 
 def prompt_batches(
@@ -150,3 +152,12 @@ def _add_error(total: torch.Tensor, quantized: NVFP4Linear, layer: nn.Linear, in
     change = quantized.dequantize(layer.weight.dtype) - layer.weight
     squares = [F.linear(inputs[0], weight).square().sum(dtype=torch.float64) for weight in (change, layer.weight)]
     total += torch.stack(squares).cpu()
+
+
+def add_to_report(folder: Path, measured: Mapping[str, Any]) -> None:
+    """Add the result of [`damage`] to the report of a finished folder, and seal it again."""
+    sealed = seal.read_manifest(folder)
+    content = json.loads((folder / REPORT_NAME).read_text())
+    seal.write_json_atomically(folder / REPORT_NAME, {**content, "measured": measured})
+    hashed = {name: file["sha256"] for name, file in sealed["files"].items() if name != REPORT_NAME}
+    seal.seal(folder, sealed["run"], hashed, sealed["files"])

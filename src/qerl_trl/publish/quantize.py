@@ -88,14 +88,9 @@ class Quantized:
         """Sizes and errors for a card and the command's output."""
         worst = max(self.layers, key=lambda layer: layer["nmse"])
         return {
-            "weights": self.weights,
-            "layers": len(self.layers),
-            "nmse": self.nmse,
-            "worst_layer": worst["name"],
-            "worst_nmse": worst["nmse"],
-            "source_bytes": self.source_bytes,
-            "written_bytes": self.written_bytes,
-        }
+            "weights": self.weights, "layers": len(self.layers), "nmse": self.nmse, "worst_layer": worst["name"],
+            "worst_nmse": worst["nmse"], "source_bytes": self.source_bytes, "written_bytes": self.written_bytes,
+        }  # fmt: skip
 
 
 def quantize_folder(
@@ -174,15 +169,6 @@ def quantize_folder(
             if card is not None:
                 card(partial, export)
     return summary(Path(destination), export["source_bytes"])
-
-
-def add_to_report(folder: Path, measured: Mapping[str, Any]) -> None:
-    """Add the result of `distance.damage` to the report of a finished folder, and seal it again."""
-    sealed = seal.read_manifest(folder)
-    content = json.loads((folder / REPORT_NAME).read_text())
-    seal.write_json_atomically(folder / REPORT_NAME, {**content, "measured": measured})
-    hashed = {name: file["sha256"] for name, file in sealed["files"].items() if name != REPORT_NAME}
-    seal.seal(folder, sealed["run"], hashed, sealed["files"])
 
 
 def _local(model: str | os.PathLike, with_code: bool) -> Path:
