@@ -60,9 +60,8 @@ def humming() -> str:
     return (
         right(["tokens", *shapes], [[str(M), *(f"{times[shape, M]:.2f}" for shape in shapes)] for M in sizes])
         + f"\n\nHow many times as fast as humming-kernels {run['humming_kernels']}, by its own heuristic: without an "
-        "adapter, "
-        + "which it has not; single launches with a cold cache, the time of launching left out. "
-        + f"{measured_by(KERNELS, run['device'], [run['commit']], **versions)}."
+        "adapter, which it has not; single launches with a cold cache, the time of launching left out. "
+        f"{measured_by(KERNELS, run['device'], [run['commit']], **versions)}."
     )
 
 
@@ -116,14 +115,11 @@ def every_size() -> str:
     return (
         layers_of(LAYERS["h200"])
         + "\n\nSpeed relative to cuBLAS bf16 without an adapter: a decoder layer without its attention, RMSNorm and "
-        "SwiGLU "
-        + f"between the products as in a model, rank-{fitted['lora_rank']} adapter inside ours, by the kernels that "
-        "ship. "
-        + "On a matrix that the fit has not seen, the selected kernel is slower than the fastest of all that were "
-        "timed by "
-        + f"{outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and by "
-        + f"{outside['worst_loss']:.0%} at worst ({outside['worst']}). The fit: "
-        + f"{measured_by(EVERY_SIZE, fitted['device'], commits, torch=fitted['torch'], triton=fitted['triton'])}."
+        f"SwiGLU between the products as in a model, rank-{fitted['lora_rank']} adapter inside ours, by the kernels "
+        "that ship. On a matrix that the fit has not seen, the selected kernel is slower than the fastest of all that "
+        f"were timed by {outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and "
+        f"by {outside['worst_loss']:.0%} at worst ({outside['worst']}). The fit: "
+        f"{measured_by(EVERY_SIZE, fitted['device'], commits, torch=fitted['torch'], triton=fitted['triton'])}."
     )
 
 

@@ -46,11 +46,9 @@ ARMS_RESULT = RESULTS / "embedded_arms.json"
 #: name in the table -> arm of `qerl-trl arms`
 ARMS = {"NVFP4 + AQN": "nvfp4", "NVFP4": "nvfp4-no-noise", "bf16 + AQN": "bf16", "bf16": "bf16-no-noise"}
 ARM_CURVES = {
-    "reward": "rewards/correctness_reward/mean",
-    "entropy": "entropy",
-    "sigma": "aqn/sigma",
+    "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma",
     "kl": "rollout/mismatch_kl",
-}
+}  # fmt: skip
 
 
 def kept(arm: str, folder: Path) -> dict[str, Any]:
@@ -174,9 +172,8 @@ def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
         "reward": {name: sum(values) / len(values) for name, values in ends.items()},
         "settings": {name: results["settings"].get(name) for name in SETTINGS},
         "command": "python " + " ".join(Path(word).name if "/" in word else word for word in options),
-        "machine": machine + (f"; {note}" if note else ""),
-        "commit": (common.commit() or "unknown")[:7],
-    }
+        "machine": machine + (f"; {note}" if note else ""), "commit": (common.commit() or "unknown")[:7],
+    }  # fmt: skip
 
 
 def examples_table(content: dict[str, Any]) -> str:
@@ -240,16 +237,13 @@ def real(args: argparse.Namespace) -> None:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     of = ("task", "steps", "train_seconds", "seed", "decoding", "arm", "device", "versions")
     record = {
-        "command": "make demo-real",
-        "commit": commit,
+        "command": "make demo-real", "commit": commit,
         "gguf": {"file": gguf.name, "sha256": real_model.sha256(gguf)},
-        "seconds": time.monotonic() - begun,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "seconds": time.monotonic() - begun, "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "untrained_bf16": {name: bf16[name] for name in ("correct", "total", "accuracy", "interval95")},
-        "untrained_nvfp4": run["before"],
-        "trained_nvfp4": run["after"],
+        "untrained_nvfp4": run["before"], "trained_nvfp4": run["after"],
         "run": {name: run[name] for name in of} | {"log_history": curves(run["log_history"])},
-    }
+    }  # fmt: skip
     print(f"\n{real_table(record)}")
     common.save(record, REAL_RESULT if args.record else None)
 

@@ -147,22 +147,19 @@ def measure(case: Case, device: str, card: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "workload": dataclasses.asdict(found.work),
         "planned_gib": gib(found.peak),
-        "planned_update_gib": gib(found.update),
-        "planned_rollout_gib": gib(found.rollout),
-        "kv_gib": gib(found.kv_bytes),
-        "kv_of_all_gib": gib(found.kv_wanted),
+        "planned_update_gib": gib(found.update), "planned_rollout_gib": gib(found.rollout),
+        "kv_gib": gib(found.kv_bytes), "kv_of_all_gib": gib(found.kv_wanted),
         "seconds": {"start": round(ready - started, 1), "train": round(time.perf_counter() - ready, 1)},
-    }
+    }  # fmt: skip
     if peak is not None:
         torch.cuda.synchronize()
         row |= {
             "measured_gib": gib(max(peak.bytes.values())),
             "phases_gib": {phase: gib(size) for phase, size in peak.bytes.items()},
-            "reserved_gib": gib(torch.cuda.max_memory_reserved()),
+            "reserved_gib": gib(torch.cuda.max_memory_reserved()), "stays_gib": gib(torch.cuda.memory_allocated()),
             "allocated_gib": gib(torch.cuda.max_memory_allocated()),
             "outside_torch_gib": gib(peak.now() - torch.cuda.memory_reserved()),
-            "stays_gib": gib(torch.cuda.memory_allocated()),
-        }
+        }  # fmt: skip
         row["ratio"] = round(row["planned_gib"] / row["measured_gib"], 4)
         row["error"] = round(row["ratio"] - 1, 4)
     return row | {"parts_gib": {p.name: [gib(p.update), gib(p.rollout)] for p in found.parts}}

@@ -60,9 +60,8 @@ def peers_of(record: dict[str, Any]) -> str:
             f"- {arm}, {count} {'test' if count == 1 else 'tests'}: {words}" for (arm, words), count in reasons.items()
         )
         + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers "
-        f"{versions['transformers']}, "
-        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, commit {record['commit']}, "
-        f"[{source.name}]({source})."
+        f"{versions['transformers']}, peft {versions['peft']}, torch {versions['torch']}, on a CPU, "
+        f"commit {record['commit']}, [{source.name}]({source})."
     )
 
 

@@ -108,12 +108,10 @@ def build(mode: Mode, model: str, folder: Path, case: step.Case, device: str, ca
     if options["vllm_mode"] == "server":
         options["vllm_server_base_url"] = start_server(mode, model, folder, lora, longest, cpu)
     common_options: dict[str, Any] = {
-        "model": model,
+        "model": model, "peft_config": lora, "callbacks": [callback],
         "reward_funcs": lambda completions, **kwargs: [float(i % 2) for i, _ in enumerate(completions)],
         "train_dataset": Dataset.from_dict({"prompt": [f"{i} " + "1 " * (prompt - 2) for i in range(64)]}),
-        "peft_config": lora,
-        "callbacks": [callback],
-    }
+    }  # fmt: skip
     if mode.who == "ours":
         from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 

@@ -100,22 +100,16 @@ def update() -> str:
             timed = mode in case["seconds"]
             cells += [f"{case['seconds'][mode]:.3f}", f"{case['peak_gib'][mode]:.1f}"] if timed else ["", ""]
         rows.append([*cells, f"{case['seconds']['forward']:.3f}" if "forward" in case["seconds"] else ""])
-    heads = [
-        "base",
-        "recomputing every layer, s",
-        "peak, GiB",
-        "keeping activations, s",
-        "peak, GiB",
-        "forward alone, s",
-    ]
+    ways = [head for way in ("recomputing every layer, s", "keeping activations, s") for head in (way, "peak, GiB")]
+    heads = ["base", *ways, "forward alone, s"]
     return (
         table(heads, rows)
         + f"\n\nForward and backward of {record['sequences']} x {record['tokens_each']} tokens of the "
-        + f"{record['size'].upper()} shape, rank-32 LoRA, adapter without dropout. torch_compile (commit "
-        + f"{whole['commit'][:7]}): its first call took "
-        f"{whole['cases']['stock-torch-compile']['first_s']['checkpointed']:.0f} s. "
-        + f"Unsloth {unsloth['versions']['unsloth']} with trl {unsloth['versions']['trl']} (commit "
-        + f"{unsloth['commit'][:7]}): cross entropy in place of GRPO's log-probabilities. "
+        f"{record['size'].upper()} shape, rank-32 LoRA, adapter without dropout. torch_compile (commit "
+        f"{whole['commit'][:7]}): its first call took "
+        f"{whole['cases']['stock-torch-compile']['first_s']['checkpointed']:.0f} s. Unsloth "
+        f"{unsloth['versions']['unsloth']} with trl {unsloth['versions']['trl']} (commit {unsloth['commit'][:7]}): "
+        "cross entropy in place of GRPO's log-probabilities. "
         + f"{measured_by(UPDATE, record['device'], [record['commit']], torch=record['versions']['torch'])}."
     )
 
@@ -154,12 +148,10 @@ def step() -> str:
     return (
         table(heads, rows, left=2)
         + "\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of "
-        + "lognormal lengths (mean 250, up to 1024), filled in after a short rollout, so only its update says "
-        "something. "
-        + "`48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of "
-        "one, "
-        + "8-bit AdamW, a KV cache that sleeps during updates). Rows of different commits are of different sessions, "
-        + f"whose machines differ by up to a tenth.{not_alone(measured)} "
+        "lognormal lengths (mean 250, up to 1024), filled in after a short rollout, so only its update says something. "
+        "`48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of one, "
+        "8-bit AdamW, a KV cache that sleeps during updates). Rows of different commits are of different sessions, "
+        f"whose machines differ by up to a tenth.{not_alone(measured)} "
         + f"{measured_by(STEP, first['device'], commits, **versions)}."
     )
 
@@ -299,9 +291,7 @@ def multi_gpu() -> str:
     return (
         table(heads, found)
         + "\n\n7B, completions of 512 tokens, 8 per process where nothing else is said; stock TRL with bf16 LoRA; "
-        "memory of "
-        + "the trainers' fullest GPU. *: on another machine of the same kind. Nothing compiled before, 1.5B: one "
-        "process is "
-        + f"ready after {cold['one']:.0f} s, two after {cold['dp']:.0f}.{not_alone(shown)} "
+        "memory of the trainers' fullest GPU. *: on another machine of the same kind. Nothing compiled before, 1.5B: "
+        f"one process is ready after {cold['one']:.0f} s, two after {cold['dp']:.0f}.{not_alone(shown)} "
         + f"{measured_by(SEVERAL, rows['ours-dp']['device'], [row['commit'] for row in shown])}."
     )

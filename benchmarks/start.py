@@ -203,14 +203,10 @@ def main() -> None:
     warm = {run["case"]: run["first_token_s"] for run in runs if run["state"] == "warm" and "failed" not in run}
     against = {case: round(warm["ours"] / s, 2) for case, s in warm.items() if case != "ours" and "ours" in warm}
     result = {
-        "what": __doc__.splitlines()[0],
-        **{name: head[name] for name in ("command", "versions", "commit")},
-        "shape": args.shape,
-        "machine": f"{head['device']}, {len(os.sched_getaffinity(0))} processors",
-        "warm_first_token_against": against,
-        "minutes": round((time.time() - begin) / 60, 1),
-        "runs": runs,
-    }
+        "what": __doc__.splitlines()[0], **{name: head[name] for name in ("command", "versions", "commit")},
+        "shape": args.shape, "machine": f"{head['device']}, {len(os.sched_getaffinity(0))} processors",
+        "warm_first_token_against": against, "minutes": round((time.time() - begin) / 60, 1), "runs": runs,
+    }  # fmt: skip
     common.save(result, args.out)
     print(f"warm, to the first token, ours against: {against}; {result['minutes']} minutes")
     sys.exit(any("failed" in run for run in runs))

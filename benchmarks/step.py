@@ -37,7 +37,7 @@ from typing import Any
 import common
 
 from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
-from qerl_trl.memory.workload import Lengths, Workload, workload_of
+from qerl_trl.memory.workload import Workload
 from qerl_trl.support.phases import PhaseTimer
 
 STEPS, ENOUGH = 5, 150
@@ -73,11 +73,8 @@ def _both(name: str, *case: Any, **options: Any) -> dict[str, Case]:
 
 
 #: options proposed by `qerl-trl plan` for small GPUs; smaller prefill steps leave room for more sequences
-LEAST = (
-    ("vllm_enable_sleep_mode", True),
-    ("optim", "adamw_8bit"),
-    ("vllm_engine_kwargs", {"max_num_batched_tokens": 1024}),
-)
+_SMALL = {"max_num_batched_tokens": 1024}
+LEAST = (("vllm_enable_sleep_mode", True), ("optim", "adamw_8bit"), ("vllm_engine_kwargs", _SMALL))
 #: 80 random layers amplify rounding to 0.2 nats per token, above the mismatch limit
 UNTRAINED = (("rollout_mismatch_threshold", None),)
 #: slowest first
@@ -183,13 +180,10 @@ def trainer_of(size: str, settings: dict[str, Any], data: Any, device: str, stoc
     words.save_pretrained(folder)
     model.config._name_or_path = folder
     common: dict[str, Any] = {
-        "model": model,
+        "model": model, "train_dataset": data, "processing_class": words, "callbacks": list(callbacks),
         "reward_funcs": lambda completions, **kwargs: [random.random() for _ in completions],
-        "train_dataset": data,
-        "processing_class": words,
         "peft_config": LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
-        "callbacks": list(callbacks),
-    }
+    }  # fmt: skip
     if not stock:
         from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 
@@ -252,15 +246,6 @@ def settings(case: Case, cpu: bool) -> dict[str, Any]:
     elif use_vllm:
         chosen |= {"vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": PROMPT + case.new}
     return chosen
-
-
-def plan_of(case: Case) -> MemoryPlan:
-    """Memory plan of the trainer of an `ours` case on its GPU; runs without a GPU."""
-    from qerl_trl import QeRLConfig
-
-    args = QeRLConfig(**settings(case, cpu=False) | {"use_cpu": True, "bf16": False})
-    work = workload_of(args, Lengths(PROMPT, case.new), lora_rank=RANK)
-    return plan_of_shape(case.size, work, Gpu.of_gib(case.cap or 139.8))
 
 
 def build_trainer(case: Case, device: str, callback: Any) -> Any:

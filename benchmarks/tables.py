@@ -22,6 +22,7 @@ import noise_units  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
 import real_models  # noqa: E402
+import rules  # noqa: E402
 import speed_tables  # noqa: E402
 from speed_tables import measured_by, table  # noqa: E402
 from tests.faults import catalog  # noqa: E402
@@ -56,8 +57,8 @@ def architectures() -> str:
     return (
         table(["`model_type`", *cells], rows, left=1 + len(cells))
         + f"\n\nWhat is refused, and the error's words:\n\n{lines}\n\ntransformers "
-        f"{record['versions']['transformers']}, "
-        + f"commit {', '.join(record['commits'])}. {engines(record['rollouts'])} [{source.name}]({source})."
+        f"{record['versions']['transformers']}, commit {', '.join(record['commits'])}. {engines(record['rollouts'])} "
+        f"[{source.name}]({source})."
     )
 
 
@@ -183,6 +184,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_tables.peers,
     "plan": speed_tables.plan,
     "rollout": speed_tables.rollout,
+    "rules": rules.markdown,
     "separation": probe_separation.markdown,
     "real_models": real_models.markdown,
     "small_examples": small_examples,

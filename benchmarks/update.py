@@ -178,14 +178,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     batch, tokens, completion = MICRO_BATCH[args.device]
-    record: dict[str, Any] = {
-        **common.head(args.device, args.commit),
-        "size": args.size,
-        "sequences": batch,
-        "tokens_each": tokens,
-        "completion_tokens_each": completion,
-    }
-    measure(args, record)
+    sizes = {"size": args.size, "sequences": batch, "tokens_each": tokens, "completion_tokens_each": completion}
+    measure(args, common.head(args.device, args.commit) | sizes)
 
 
 if __name__ == "__main__":

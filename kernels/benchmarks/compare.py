@@ -146,14 +146,8 @@ class Matrix(tune.Matrix):
         x, out = self.problem(M)
         place = self.N, self.K, M, torch.cuda.current_device(), True
         config = select.choose(*place)
-        row = {
-            "shape": self.name,
-            "N": self.N,
-            "K": self.K,
-            "M": M,
-            "floor_us": round(floor_us(self.N, self.K, M), 2),
-            "config": config,
-        }
+        floor = round(floor_us(self.N, self.K, M), 2)
+        row = {"shape": self.name, "N": self.N, "K": self.K, "M": M, "floor_us": floor, "config": config}
         calls = {"bf16_us": lambda i: torch.mm(x, self.dense[i % len(self.dense)].t(), out=out)}
         adapted = select.choose(*place, self.rank, len(self.splits or (self.N,)))
         row |= {"lora_config": adapted} if adapted != config else {}
@@ -238,15 +232,10 @@ def main() -> None:
     import triton
 
     result = {
-        "device": properties.name,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(),
+        "device": properties.name, "torch": torch.__version__, "triton": triton.__version__, "commit": commit(),
         "command": " ".join(["compare.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
-        "describe": qerl_nvfp4.describe(),
-        "lora_rank": RANK,
-        "rows": [],
-    }
+        "describe": qerl_nvfp4.describe(), "lora_rank": RANK, "rows": [],
+    }  # fmt: skip
 
     def save() -> None:
         result["sums"] = sums(result["rows"])

@@ -29,8 +29,6 @@ from qerl_nvfp4 import cost, select
 
 TOLERANCE = 0.002  # allowed mean loss from dropping variants
 AT_ANY_SIZE = 0.003  # the same at any single token count
-
-
 GAIN = 1.01  # a candidate measured to be slower by this factor is not chosen
 OF_A_GPU = ("device", "multiprocessors")
 OF_A_RUN = (*OF_A_GPU, "torch", "triton", "commit", "command")
@@ -269,11 +267,8 @@ def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
     for shape in shapes:
         others = factors_of([r for r in rows if (r["N"], r["K"]) != shape], sms)
         outside += losses([r for r in rows if (r["N"], r["K"]) == shape], sms, others)
-    return model, {
-        "variants": len(model),
-        "all_shapes": quality(losses(rows, sms, model)),
-        "shape_left_out": quality(outside),
-    }
+    whole = quality(losses(rows, sms, model))
+    return model, {"variants": len(model), "all_shapes": whole, "shape_left_out": quality(outside)}
 
 
 def kept(row: dict, names: Collection[str]) -> list[dict]:
@@ -335,14 +330,7 @@ def main() -> None:
         head = {k: whole[k] for k in (*OF_A_RUN, "more") if k in whole}
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(factors)}" for name, factors in model.items())
         timed = ",\n".join("  " + json.dumps(entry) for entry in faster_than_chosen(rows, sms, model, table))
-        text = (
-            json.dumps(head | {"quality": found})[:-1]
-            + ', "factors": {\n'
-            + lines
-            + '\n}, "timed": [\n'
-            + timed
-            + "\n]}\n"
-        )
+        text = f'{json.dumps(head | {"quality": found})[:-1]}, "factors": {{\n{lines}\n}}, "timed": [\n{timed}\n]}}\n'
         temporary = cost.FACTORS.with_suffix(".tmp")
         temporary.write_text(text)
         os.replace(temporary, cost.FACTORS)

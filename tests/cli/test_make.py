@@ -1,15 +1,20 @@
 """`quantize`, `merge` and `push` on small models."""
 
 import json
+import shutil
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qerl_trl.checkpoint import seal
 from qerl_trl.checkpoint.fingerprint import base_sha256
-from qerl_trl.publish import export
-from qerl_trl.publish.export import logits_of
-from qerl_trl.publish.load import load_policy
+from qerl_trl.publish import distance
+from qerl_trl.publish.distance import logits_of, prompt_batches
+from qerl_trl.publish.load import load_any, load_policy
+from qerl_trl.publish.quantize import REPORT_NAME
 from tests.faults.tiny_runs import call
 from tests.hub_server import REPO
 
@@ -30,6 +35,31 @@ def test_quantize(tiny_model_dir, tmp_path):
     assert f"{result['weights']:,} in 12 layers" in (tmp_path / "out/README.md").read_text()
     code, _, err = call("quantize", tiny_model_dir("qwen2"), tmp_path / "out")
     assert code == 2 and "--overwrite" in err
+
+
+def test_quantize_reports_its_damage(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """The KL with v_proj dense is that of --skip v_proj; the folder with the report is whole."""
+    model, text, found = shutil.copytree(tiny_model_dir("llama"), tmp_path / "model"), tmp_path / "text.txt", []
+    tiny_tokenizer.save_pretrained(model)
+    text.write_text("Tom has 12 apples and gives 7 away to Ann, who had 5 apples before.")
+    for folder, words in ((tmp_path / "all", ()), (tmp_path / "less", ("--skip", "v_proj"))):
+        code, out, err = call("quantize", model, folder, "--report-kl", text, "--json", *words)
+        assert code == 0, err
+        found.append(json.loads(out)["measured"])
+        assert json.loads((folder / REPORT_NAME).read_text())["measured"] == found[-1] and not seal.problems(folder)
+    kl = found[1]["quantized"]["kl_nats_per_token"]
+    assert found[0]["if_dense"]["v_proj"]["kl_nats_per_token"] == pytest.approx(kl, rel=1e-4)
+    assert "q_proj k_proj v_proj" in found[0]["if_dense"] and "v_proj" not in found[1]["if_dense"]
+    source, quantized = (load_any(str(each), dtype="float32").model for each in (model, tmp_path / "all"))
+    (ids,), inputs, name = prompt_batches(text, tiny_tokenizer), [], "model.layers.1.mlp.down_proj"
+    source.get_submodule(name).register_forward_pre_hook(lambda layer, given: inputs.append(given[0]))
+    with torch.no_grad():
+        p, q = (each(ids).logits[0, :-1].log_softmax(-1) for each in (source, quantized))
+        right, wrong = (F.linear(inputs[0], each.get_submodule(name).weight.clone()) for each in (source, quantized))
+    assert found[0]["quantized"]["kl_nats_per_token"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), 1e-4)
+    assert found[0]["source"]["perplexity"] == pytest.approx(F.nll_loss(p, ids[0, 1:]).exp().item(), 1e-4)
+    error = (wrong - right).square().sum() / right.square().sum()
+    assert found[0]["output_errors"][name] == pytest.approx(error.item(), rel=1e-4)
 
 
 def test_four_commands_publish_a_run(finished, tiny_model_dir, tmp_path, write_rows):
@@ -88,14 +118,14 @@ def test_merge_and_eval_ask_as_the_run_and_the_task_do(save_run, tiny_tokenizer,
         write_rows(tmp_path / f"{split}.jsonl", *rows)
     lines = ["dataset_name: .", "grader: exact", "chat_template_path: own.jinja", "system_prompt: In words."]
     (tmp_path / "task.yaml").write_text("\n".join(lines))
-    asked, distances = [], export.prompt_batches
+    asked, batches_of = [], distance.prompt_batches
 
     def prompt_batches(*arguments):
-        batches = distances(*arguments)
+        batches = batches_of(*arguments)
         asked.append([tiny_tokenizer.decode(ids[0]) for ids in batches])
         return batches
 
-    monkeypatch.setattr(export, "prompt_batches", prompt_batches)
+    monkeypatch.setattr(distance, "prompt_batches", prompt_batches)
     of_the_task = ["--task", tmp_path / "task.yaml"]
     for source, target, form in (("run", "again", "adapter"), ("again", "merged", "bf16")):
         code, _, err = call("merge", tmp_path / source, tmp_path / target, "--as", form, *of_the_task)

@@ -22,7 +22,7 @@ from qerl_trl.checkpoint.settings import recorded_tokenizer
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import export, merge, write
-from qerl_trl.publish.export import logit_distance, logits_of
+from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.load import TrainedPolicy, load_any, load_policy
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.tiny_runs import FILE, make_policy

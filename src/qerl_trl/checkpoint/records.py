@@ -110,7 +110,7 @@ class Survived(TypedDict):
 
 
 class Measured(TypedDict):
-    """Distance of a model from the trained policy; see `export.logit_distance`."""
+    """Distance of a model from the trained policy; see `distance.logit_distance`."""
 
     mean_logit_distance: float
     max_logit_distance: float

@@ -20,7 +20,7 @@ from trl.trainer.utils import is_async_callable
 
 from ..rollout.engine import largest_magnitude, not_finite
 from ..support.names import local_tensor
-from ..support.time_limit import deadline
+from ..support.phases import deadline
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import copy
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -32,6 +32,10 @@ def quantize(
     device: Device = "cpu",
     workers: Annotated[int | None, typer.Option(help="Layers worked on at a time. Default: by the machine.")] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Size of a shard, in GB.")] = 2.0,
+    report_kl: Annotated[
+        str | None, typer.Option(help="Text (.txt, .jsonl, task) to measure KL on. Loads both models in float32.")
+    ] = None,
+    report_rows: Annotated[int, typer.Option(min=1, help="Problems, or pieces of 128 tokens, of it.")] = 16,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -40,40 +44,60 @@ def quantize(
     from qerl_trl.publish import card as cards
     from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
 
+    def card(folder: Path, export: Any) -> None:
+        cards.write(folder, cards.facts_of_quantization(folder, export), export)
+
+    how = device, workers, int(max_shard_gb * 1e9), overwrite, trust_remote_code
     with progress_bar("quantizing") as progress:
-        done = quantize_folder(
-            model,
-            destination,
-            scale_rule,
-            skip,
-            device,
-            workers,
-            int(max_shard_gb * 1e9),
-            overwrite,
-            trust_remote_code,
-            card=lambda folder, export: cards.write(folder, cards.facts_of_quantization(folder, export), export),
-            progress=progress,
-        )
-    worst = max(done.layers, key=lambda layer: layer["nmse"])
-    content = {
-        "destination": str(destination),
-        "weights": done.weights,
-        "layers": len(done.layers),
-        "nmse": done.nmse,
-        "worst_layer": worst["name"],
-        "worst_nmse": worst["nmse"],
-        "source_bytes": done.source_bytes,
-        "written_bytes": done.written_bytes,
-        "not_quantized": done.skipped,
-    }
+        done = quantize_folder(model, destination, scale_rule, skip, *how, card=card, progress=progress)
+    content: dict[str, Any] = {"destination": str(destination), **done.figures(), "not_quantized": done.skipped}
     lines = [
         f"{done.weights:,} weights in {len(done.layers)} layers, {done.source_bytes / 1e9:.2f} GB -> "
         f"{done.written_bytes / 1e9:.2f} GB",
-        f"relative squared error {done.nmse:.3g}, worst {worst['nmse']:.3g} in {worst['name']} (all: {REPORT_NAME})",
+        f"relative squared error {done.nmse:.3g}, worst {content['worst_nmse']:.3g} in {content['worst_layer']} (all: "
+        f"{REPORT_NAME})",
         f"left dense: {', '.join(done.skipped) or 'nothing'}",
         f"written: {destination}",
     ]
+    if report_kl is not None:
+        options = device, "float32", trust_remote_code
+        content["measured"], measured = _damage(report_kl, report_rows, model, destination, options)
+        lines += measured
     print_result(content, as_json, lines)
+
+
+def _problems(text: Path | str, tokenizer: Any) -> Any:
+    """Return the file, or the held-out problems of a task; the tokenizer gets the task's chat template."""
+    from qerl_trl.tasks.task import Task
+
+    if isinstance(text, Path) or text.endswith((".txt", ".jsonl")):
+        return Path(text)
+    task = Task.read(task_file(text))
+    task.prepared(tokenizer)
+    return task.splits()[1].to_list()
+
+
+def _damage(text: str, rows: int, model: str, destination: Path, options: tuple) -> tuple[dict, list[str]]:
+    """Measure the damage of a quantization and add it to its report; return it, also in lines."""
+    from qerl_trl.publish import distance, load
+
+    source, quantized = (load.load_any(str(each), *options) for each in (model, destination))
+    tokenizer: Any = source.tokenizer
+    batches = distance.prompt_batches(_problems(text, tokenizer), tokenizer, limit=rows)
+    measured = distance.damage(source.model, quantized.model, batches)
+    distance.add_to_report(destination, measured)
+    before, after = measured["source"], measured["quantized"]
+    worst = sorted(measured["output_errors"].items(), key=lambda item: -item[1])[:3]
+    lines = [
+        f"KL from the source {after['kl_nats_per_token']:.4f} nats per token on {after['tokens']:,.0f} tokens",
+        *(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in ("perplexity", "entropy")),
+        f"largest output errors: {', '.join(f'{error:.3f} in {name}' for name, error in worst)}",
+        "gain of --skip (vLLM fuses q, k, v and gate, up: skip these together):",
+    ]
+    for kind, row in measured["if_dense"].items():
+        line = f"{kind:21} {100 * row['weight_share']:5.1f} % of weights, {100 * row['damage_share']:5.1f} % of KL"
+        lines.append(f"{line}, {row['extra_bytes'] / 1e6:8.1f} MB more")
+    return measured, lines
 
 
 def merge(
@@ -117,9 +141,8 @@ def merge(
         )
     measures = form in ("bf16", "nvfp4") and (prompts is not None or task is not None)
     from qerl_trl.publish import card as cards
-    from qerl_trl.publish import export, write
+    from qerl_trl.publish import distance, export, write
     from qerl_trl.publish.load import load_any, load_policy, recorded_template_kwargs
-    from qerl_trl.tasks.task import Task
 
     write.require_apart(run, destination)
     if base_model is not None:
@@ -131,21 +154,17 @@ def merge(
     if measures:
         assert policy.tokenizer is not None  # set by load_policy
         tokenizer = copy.copy(policy.tokenizer)  # the policy's own tokenizer is written with the run's template
-        problems: Any = prompts
-        if task is not None:
-            measured_task = Task.read(task_file(task))
-            measured_task.prepared(tokenizer)
-            problems = measured_task.splits()[1].to_list()
-        batches = export.prompt_batches(problems, tokenizer, recorded_template_kwargs(policy.settings))
-        trained = export.logits_of(policy.model, batches)
+        problems = _problems(task or cast(Path, prompts), tokenizer)
+        batches = distance.prompt_batches(problems, tokenizer, recorded_template_kwargs(policy.settings))
+        trained = distance.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
-            base_kl = export.logit_distance(trained, export.logits_of(policy.model, batches))["kl_nats_per_token"]
+            base_kl = distance.logit_distance(trained, distance.logits_of(policy.model, batches))["kl_nats_per_token"]
         if onto_original and policy.settings["merged_onto"] == "nvfp4":  # else the same as a plain merge
             settings = policy.settings
             del policy
             policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
-            measured = export.logit_distance(trained, export.logits_of(policy.model, batches))
+            measured = distance.logit_distance(trained, distance.logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, policy.settings, dataset)
 
     def card(folder: Path, record: Export) -> None:
@@ -166,11 +185,8 @@ def merge(
             done = export.save_merged(
                 policy, destination, None, weights, overwrite, measured=measured, card=card, progress=progress
             )
-    content: dict[str, Any] = {
-        "destination": str(destination),
-        "kind": done["kind"],
-        **({"survived": done["survived"]} if "survived" in done else {}),
-    }
+    content: dict[str, Any] = {key: value for key, value in done.items() if key in ("kind", "survived")}
+    content["destination"] = str(destination)
     lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
     if form == "bf16" and (survived := done.get("survived")):
         lines.append(
@@ -179,7 +195,7 @@ def merge(
         )
     if measures:
         written = load_any(str(destination), device, policy.settings["dtype"])  # same arithmetic as the policy
-        measured = measured or export.logit_distance(trained, export.logits_of(written.model, batches))
+        measured = measured or distance.logit_distance(trained, distance.logits_of(written.model, batches))
         content["measured"], content["base_kl_nats_per_token"] = measured, base_kl
         lines.append(
             f"distance to the trained policy on {measured['tokens']} tokens: mean logit "

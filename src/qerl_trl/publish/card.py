@@ -25,7 +25,6 @@ from ..checkpoint.records import (
     Export,
     Facts,
     Kind,
-    Quantization,
     Results,
     hardware,
     is_hub_id,
@@ -83,24 +82,12 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
 
 def facts_of_quantization(folder: Path, export: Export) -> Facts:
     """Collect facts of the NVFP4 base being written by `qerl-trl quantize` into `folder`: errors and sizes."""
-    from .quantize import REPORT_NAME
+    from .quantize import summary
 
-    layers = json.loads((folder / REPORT_NAME).read_text())["layers"]
-    worst = max(layers, key=lambda layer: layer["nmse"])
-    weights = sum(layer["weights"] for layer in layers)
-    quantization: Quantization = {
-        "weights": weights,
-        "layers": len(layers),
-        "nmse": sum(layer["nmse"] * layer["weights"] for layer in layers) / weights,
-        "worst_nmse": worst["nmse"],
-        "worst_layer": worst["name"],
-        "source_bytes": export["source_bytes"],
-        "written_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-    }
     return {
         "kind": export["kind"],
         "settings": export["settings"],
-        "quantization": quantization,
+        "quantization": summary(folder, export["source_bytes"]).figures(),
         "exported_with": export["exported_with"],
     }
 

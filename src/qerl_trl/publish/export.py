@@ -11,17 +11,16 @@ is gathered; rank 0 loads the base again on the CPU and compares it with the tra
 
 **Which base?** An adapter learned on the quantized base corrects its rounding too. Merged into the dequantized NVFP4
 base it is the trained policy; merged into the original bf16 base it is another model. `load_policy(...,
-base_format="bf16")` builds the latter, and `logit_distance` measures the difference.
+base_format="bf16")` builds the latter, and `distance.logit_distance` measures the difference.
 """
 
 import copy
-import itertools
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +28,6 @@ from typing import Any, cast
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel
-from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..checkpoint import fingerprint, seal
@@ -361,60 +359,3 @@ def _record(kind: Kind, settings: RunSettings) -> Export:
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
     return {"kind": kind, "settings": settings, "exported_with": versions()}
-
-
-# --- distance between two models on a given text ----------------------------------------------------------------------
-
-
-def prompt_batches(
-    source: Path | Iterable[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    limit: int = 64,
-) -> list[torch.Tensor]:
-    """Return token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if any."""
-    lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
-    batches = []
-    for line in itertools.islice(lines, limit):
-        row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
-        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
-        if isinstance(row.get("prompt"), list):  # from a task, with its system message
-            question = row["prompt"]
-        if question is None:
-            raise ValueError(f"{source}: a line has {sorted(row)}; it needs question, problem, prompt or text.")
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        text = "".join(message["content"] for message in messages)
-        if tokenizer.chat_template:
-            asked = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
-            text = str(tokenizer.apply_chat_template(messages, **asked))
-        text += str(row.get("answer", ""))
-        batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
-    return batches
-
-
-@torch.no_grad()
-def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Compute logits, float32 on the CPU, for batches of token ids (B, T)."""
-    model.eval()
-    return [model(batch.to(next(model.parameters()).device)).logits.float().cpu() for batch in batches]
-
-
-def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> Measured:
-    """Compare logits, lists of (B, T, V): mean and largest difference, KL(policy || other) in nats per token, share of
-    positions with the same most likely token."""
-    tokens, values = sum(a.shape[:2].numel() for a in policy), sum(a.numel() for a in policy)
-    total = largest = kl = agree = 0.0
-    for a, b in zip(policy, other, strict=True):
-        difference = (a - b).abs()
-        total += difference.sum(dtype=torch.float64).item()
-        largest = max(largest, difference.max().item())
-        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
-        kl += (log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64).item()
-        agree += (a.argmax(-1) == b.argmax(-1)).sum().item()
-    return {
-        "mean_logit_distance": total / values,
-        "max_logit_distance": largest,
-        "kl_nats_per_token": kl / tokens,
-        "same_greedy_token": agree / tokens,
-        "tokens": tokens,
-    }

@@ -32,6 +32,7 @@ from ..checkpoint.records import (
     FACTS_NAME,
     RESULTS_NAME,
     Export,
+    Quantization,
     QuantizedLayer,
     QuantizedNote,
     is_hub_id,
@@ -82,6 +83,14 @@ class Quantized:
     def nmse(self) -> float:
         """Relative squared error over all layers, weighted by size."""
         return sum(layer["nmse"] * layer["weights"] for layer in self.layers) / max(self.weights, 1)
+
+    def figures(self) -> Quantization:
+        """Sizes and errors for a card and the command's output."""
+        worst = max(self.layers, key=lambda layer: layer["nmse"])
+        return {
+            "weights": self.weights, "layers": len(self.layers), "nmse": self.nmse, "worst_layer": worst["name"],
+            "worst_nmse": worst["nmse"], "source_bytes": self.source_bytes, "written_bytes": self.written_bytes,
+        }  # fmt: skip
 
 
 def quantize_folder(
@@ -159,7 +168,7 @@ def quantize_folder(
             config.save_pretrained(partial)
             if card is not None:
                 card(partial, export)
-    return _summary(Path(destination), tensors)
+    return summary(Path(destination), export["source_bytes"])
 
 
 def _local(model: str | os.PathLike, with_code: bool) -> Path:
@@ -304,12 +313,13 @@ def _copy_beside(folder: Path, destination: Path, model: str, config: Pretrained
             save_generation_config(destination, known, tokenizer)
 
 
-def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
+def summary(folder: Path, source_bytes: int) -> Quantized:
+    """Read the result from a written folder."""
     content = json.loads((folder / REPORT_NAME).read_text())
     return Quantized(
         layers=content["layers"],
         weights=sum(layer["weights"] for layer in content["layers"]),
-        source_bytes=sum(info.nbytes for info in tensors.values()),
+        source_bytes=source_bytes,
         written_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         skipped=content["not_quantized"],
     )

@@ -32,7 +32,7 @@ from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
 from ..support.distributed import gathered
 from ..support.names import is_sharded
-from ..support.time_limit import deadline
+from ..support.phases import deadline
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .probe import Probe, ProbeResult, check_contents, report, run_prompts
 from .spec import MOST_SERVED, EngineSpec, check_vocabulary, pictures_may_come
