@@ -79,7 +79,7 @@ def test_graders(grader, answer, gold, expected):
 
 
 def test_a_truth_value_is_right_in_either_spelling():
-    verdicts = [is_correct(text, True, "exact", True) for text in ("true", "True", "false", "1")]
+    verdicts = [is_correct(text, True, "exact", "whole") for text in ("true", "True", "false", "1")]
     assert verdicts == [True, True, False, False]
 
 
@@ -129,7 +129,7 @@ def test_rewards_read_conversational_completions():
     ],
 )
 def test_a_first_rollout_without_an_answer_in_the_graders_form_gives_a_warning(caplog, grader, form, text, expected):
-    assert in_form(text, grader, form == "whole") is expected
+    assert in_form(text, grader, form) is expected
     with caplog.at_level(logging.WARNING):
         run._warn_of_form([text, ""], Task(grader=grader, answer_format=form))
     assert len(caplog.messages) == (not expected) and all(len(message) <= 200 for message in caplog.messages)

@@ -78,7 +78,7 @@ def test_rewards_by_every_kind_of_name(read):
         ("dataset_name", None, "no data: give it a dataset_name"),
         ("environment_factory", "own.py:Wrld", "environment_factory='own.py:Wrld'"),
         ("learning_rate", 1, "learning_rate.*--config"),
-        ("answer_format", "all", r"neither 'marked' nor 'whole'\. Pass 'marked'"),
+        ("answer_format", "all", r"none of marked, whole, last\. Pass 'marked'"),
     ],
 )
 def test_an_invalid_field_is_named(read, field, value, message):

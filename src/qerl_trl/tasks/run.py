@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,15 +57,27 @@ class _Calls(TrainerCallback):
 
 def _warn_of_form(texts: list[str], task: Task) -> None:
     """Warn if none of the first completions has an answer in the grader's form."""
-    whole = task.answer_format == "whole"
-    if not any(in_form(text, task.grader, whole) for text in texts):
+    if not any(in_form(text, task.grader, task.answer_format) for text in texts):
         logger.warning(
             "None of the %d completions of the first rollout states an answer %s, which grader=%r reads: all count as "
             "wrong. Ask for it in system_prompt, or change answer_format.",
             len(texts),
-            "as all of its text" if whole else "after #### or in \\boxed{}",
+            {"marked": "after #### or in \\boxed{}", "whole": "as all of its text"}.get(task.answer_format, "at its end"),
             task.grader,
         )
+
+
+def _samples(texts: list[str], rewards: Mapping[str, Iterable[Any]]) -> str:
+    """Describe two sampled completions, of the lowest and the highest first reward, each by its two ends."""
+    rows = [dict(zip(rewards, row, strict=True)) for row in zip(*rewards.values(), strict=True)]
+    order = sorted(range(len(rows)), key=lambda at: next(iter(rows[at].values())) or 0)
+    lines = []
+    for at in dict.fromkeys((order[0], order[-1])):
+        text = " ".join(texts[at].split())
+        shown = text if len(text) <= 300 else f"{text[:150]} [...] {text[-150:]}"
+        values = ", ".join(f"{name} {value:g}" for name, value in rows[at].items() if value is not None)
+        lines.append(f"Sampled before step 1 ({values}): {shown}")
+    return "\n".join(lines)
 
 
 def train_and_measure(
@@ -89,17 +101,20 @@ def train_and_measure(
     measurement = Measurement(trainer, task, first(trainer.eval_dataset, eval_problems), eval_batch_size)
     trainer.add_callback(HeldOutAccuracy(measurement))
 
-    def check_form() -> None:
-        if trainer.state.global_step == 1 and accelerator.is_main_process:
-            _warn_of_form([completion_text(each) for each in trainer._logs["completion"]], task)
-
-    if measurement.graded:
-        trainer.add_callback(_Calls("on_step_end", check_form))
     announce(trainer)
     resume = trainer.to_resume()  # raises for the folder of another run
     run = _Run(measurement)
     run.measure_before(resume)
     begun = step_of(resume) if resume else 0  # read now: training may delete that checkpoint
+
+    def show_samples() -> None:
+        if trainer.state.global_step == begun and accelerator.is_main_process:
+            texts = [completion_text(each) for each in trainer._logs["completion"]]
+            print(_samples(texts, trainer._logs["rewards"]))
+            if measurement.graded:
+                _warn_of_form(texts, task)
+
+    trainer.add_callback(_Calls("on_pre_optimizer_step", show_samples))
     try:
         trainer.train(resume_from_checkpoint=resume)
     except HubError as error:  # training is complete; the push is repeated below, after the results
