@@ -78,6 +78,25 @@ def test_graders(grader, answer, gold, expected):
     assert correctness(grader)([f"#### {answer}"], answer=[gold]) == [float(expected)]
 
 
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        ("The answer is 6.", "6", True),
+        ("7 * 4 = **28**", "28", True),
+        ("It has 3 of them.", 3, True),
+        ("It costs $1,234.50!", "1234.5", True),
+        ("9-4", "-4", False),
+        ("so it is -4.", "work\n#### -4", True),
+        ("Six.", "6", False),
+        ("In 2 steps: 'TENALP'.", "TENALP", True),
+        ("", "6", False),
+    ],
+)
+def test_the_last_number_or_word_is_the_answer(text, gold, right):
+    assert is_correct(text, gold, form="last") is right
+    assert correctness("auto", "last")([text], answer=[gold]) == [float(right)]
+
+
 def test_a_truth_value_is_right_in_either_spelling():
     verdicts = [is_correct(text, True, "exact", "whole") for text in ("true", "True", "false", "1")]
     assert verdicts == [True, True, False, False]
@@ -110,6 +129,14 @@ def test_numbers_are_correct_iff_equal(a, b):
 
 def test_format():
     assert format_reward([GOOD, "#### 7", "a\n#### 7\nmore", "a\n#### 7\n#### 7"]) == [1.0, 0.0, 0.0, 0.0]
+    boxed = [
+        "3 + 4\n\\[\n\\boxed{7}\n\\]",
+        "\\boxed{7}",
+        "a\n\\boxed{7}\nmore",
+        "\\boxed{3}\n\\boxed{7}",
+        "a\n\\boxed{7",
+    ]
+    assert format_reward(boxed) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_rewards_read_conversational_completions():
@@ -126,6 +153,8 @@ def test_rewards_read_conversational_completions():
         ("numeric", "whole", " 7 ", True),
         ("numeric", "whole", "The answer is 6.", False),
         ("exact", "whole", "The answer is 6.", True),
+        ("numeric", "last", "The answer is 6.", True),
+        ("numeric", "last", "Six.", False),
     ],
 )
 def test_a_first_rollout_without_an_answer_in_the_graders_form_gives_a_warning(caplog, grader, form, text, expected):

@@ -1,4 +1,4 @@
-"""Datasets in TRL's format: a conversational `prompt`, and an `answer`. From the Hub, files, functions, reasoning-gym."""
+"""Datasets in TRL's format: a conversational `prompt`, and an `answer`. From the Hub, files, functions, generators."""
 
 import csv
 import gzip
@@ -148,35 +148,21 @@ def from_hub(name: str, config: str | None, split: str | None, said: str, folder
 
 
 def gym(name: str, train_size: int = 0, test_size: int = 0, **settings: Any) -> Any:
-    """Make a reasoning-gym data set with these settings of its configuration.
-
-    Raises:
-        `ImportError`: the package is missing. `ValueError`: unknown data set or setting.
-    """
+    """Make a reasoning-gym data set with these settings of its configuration."""
     try:
         import reasoning_gym
 
         return reasoning_gym.create_dataset(name, **settings)
     except ImportError as error:
-        raise ImportError(
-            f"dataset_name='{GYM}{name}' needs {error.name or 'reasoning_gym'}, which is not installed: "
-            "pip install 'qerl-trl[reasoning-gym]'."
-        ) from error
+        raise ImportError(f"dataset_name='{GYM}{name}': {error}. pip install 'qerl-trl[reasoning-gym]'.") from error
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"dataset_name='{GYM}{name}' with dataset_kwargs={settings} cannot be made: {error}. "
-            "Choose a data set and settings that reasoning_gym.create_dataset takes."
-        ) from error
+        raise ValueError(f"'{GYM}{name}' with dataset_kwargs={settings}: {error}. Choose others it has.") from error
 
 
 def of_gym(
     name: str, train_size: int = 2000, test_size: int = 200, seed: int = 0, **settings: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Generate the splits of a reasoning-gym data set, disjoint by question; small sets give half to each.
-
-    A set that names the template of each problem (gsm_symbolic) has a split `unseen`: every fifth template, and no
-    problem of these in the other splits.
-    """
+    """Generate splits without a common question. gsm_symbolic names templates: every fifth is in `unseen` alone."""
     wanted = train_size + test_size
     made = gym(name, **{"seed": seed, "size": 4 * wanted} | settings)
     templates = getattr(made, "task_indices", None)
@@ -208,10 +194,7 @@ def with_prompts(
     named: Any = "The dataset",
     suffix: str | None = None,
 ) -> Dataset:
-    """Rename questions to a conversational `prompt`, references to `answer` (type unchanged); other columns stay.
-
-    `suffix`: text after every question that is a text.
-    """
+    """Rename questions to a conversational `prompt`, references to `answer` (type unchanged); other columns stay."""
     question = prompt_column or next((name for name in QUESTIONS if name in data.column_names), None)
     answer = answer_column or next((name for name in ANSWERS if name in data.column_names), None)
     missing = [name for name in (prompt_column, answer_column) if name and name not in data.column_names]

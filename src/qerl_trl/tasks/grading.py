@@ -63,16 +63,12 @@ def final_answer(text: str) -> str | None:
 
 
 def stated(text: str, reference: Any, form: str) -> str | None:
-    """Return the answer in `text` by one of the `FORMS`. `last` is the last number if `reference` is one, else a word."""
-    if form == "marked":
-        return final_answer(text)
-    if form == "whole":
-        return text.strip()
-    if _number(final_answer(str(reference)) or str(reference)) is not None:
-        parts = _NUMBER.findall(text)
-    else:
-        parts = [word for each in text.split() if (word := each.strip("*_.,:;!?()[]\"'`$"))]
-    return parts[-1] if parts else None
+    """Return the answer in `text` by one of the `FORMS`. `last`: the last number if `reference` is one, else a word."""
+    if form != "last":
+        return text.strip() if form == "whole" else final_answer(text)
+    number = _number(final_answer(str(reference)) or str(reference)) is not None
+    parts = _NUMBER.findall(text) if number else [word.strip("*_.,:;!?()[]\"'`$") for word in text.split()]
+    return next(filter(None, reversed(parts)), None)
 
 
 def _boxed(text: str) -> str | None:

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,22 +62,18 @@ def _warn_of_form(texts: list[str], task: Task) -> None:
             "None of the %d completions of the first rollout states an answer %s, which grader=%r reads: all count as "
             "wrong. Ask for it in system_prompt, or change answer_format.",
             len(texts),
-            {"marked": "after #### or in \\boxed{}", "whole": "as all of its text"}.get(task.answer_format, "at its end"),
+            {"marked": "after #### or in a box", "whole": "as all its text", "last": "at its end"}[task.answer_format],
             task.grader,
         )
 
 
-def _samples(texts: list[str], rewards: Mapping[str, Iterable[Any]]) -> str:
-    """Describe two sampled completions, of the lowest and the highest first reward, each by its two ends."""
-    rows = [dict(zip(rewards, row, strict=True)) for row in zip(*rewards.values(), strict=True)]
-    order = sorted(range(len(rows)), key=lambda at: next(iter(rows[at].values())) or 0)
-    lines = []
-    for at in dict.fromkeys((order[0], order[-1])):
-        text = " ".join(texts[at].split())
+def _show(texts: list[str], rewards: Mapping[str, Any], step: int) -> None:
+    """Print the completions of the lowest and the highest first reward, the middle of long ones left out."""
+    order = sorted(range(len(texts)), key=next(iter(rewards.values())).__getitem__)
+    for at in (order[0], order[-1]):
+        text, values = " ".join(texts[at].split()), ", ".join(f"{name} {all[at]:g}" for name, all in rewards.items())
         shown = text if len(text) <= 300 else f"{text[:150]} [...] {text[-150:]}"
-        values = ", ".join(f"{name} {value:g}" for name, value in rows[at].items() if value is not None)
-        lines.append(f"Sampled before step 1 ({values}): {shown}")
-    return "\n".join(lines)
+        print(f"Sampled before step {step} ({values}): {shown}")
 
 
 def train_and_measure(
@@ -110,7 +106,7 @@ def train_and_measure(
     def show_samples() -> None:
         if trainer.state.global_step == begun and accelerator.is_main_process:
             texts = [completion_text(each) for each in trainer._logs["completion"]]
-            print(_samples(texts, trainer._logs["rewards"]))
+            _show(texts, trainer._logs["rewards"], begun + 1)
             if measurement.graded:
                 _warn_of_form(texts, task)
 

@@ -70,17 +70,14 @@ class Task:
         dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function returning
             `{split: rows}`, or `reasoning_gym:NAME`. Columns: `prompt`, `question` or `problem` for the question (a
             text or messages), `answer` or `solution` for the reference; the rewards get all columns.
-        dataset_kwargs: arguments of the function; of reasoning-gym `train_size` (2000), `test_size` (200), `seed` and
-            settings of the data set.
+        dataset_kwargs: arguments of the function; of reasoning-gym its settings, `train_size` and `test_size`.
         prompt_suffix: text after every question that is a text.
         test_split_size: share or number of training problems to hold out, instead of a test split.
         formatting_func: function from a row to one with `prompt` (and `answer`).
         reward_funcs: functions with TRL's signature, or their names; `correctness_reward` and `format_reward` are ours.
         reward_weights: one per reward, in order.
-        grader: comparison with the reference (grading.py), or `reward`: by the first reward. `auto` is reasoning-gym's
-            own verifier on its data sets.
-        answer_format: `marked` (after `####` or in a box), `whole` (the whole last message) or `last` (its last number
-            or word).
+        grader: comparison with the reference (grading.py), or `reward`: by the first reward.
+        answer_format: `marked` (after `####` or in a box), `whole` (all text) or `last` (the last number or word).
         chat_template_path: Jinja file to replace the tokenizer's chat template.
         tools: functions for the model to call, or their names.
         environment_factory: class (or its name) of an environment for TRL's `environment_factory`.
@@ -153,10 +150,10 @@ class Task:
         return dataclasses.replace(self, **given)
 
     @property
-    def _gym(self) -> str | None:
-        """Name of the reasoning-gym data set, if any."""
-        named = self.dataset_name
-        return named.removeprefix(problems.GYM) if isinstance(named, str) and named.startswith(problems.GYM) else None
+    def _gym(self) -> str:
+        """Name of the reasoning-gym data set, or nothing."""
+        found, prefix, name = str(self.dataset_name).partition(problems.GYM)
+        return name if prefix and not found else ""
 
     @property
     def label(self) -> str:
@@ -179,9 +176,10 @@ class Task:
             raise ValueError("The task has no data: give it a dataset_name.")
         if isinstance(named, str) and ":" not in named:
             return found(named, self.folders) or named
-        if isinstance(named, str):
-            gym = functools.partial(problems.of_gym, self._gym) if self._gym else None
-            named = gym or function_named(named, "dataset_name", self.folders)
+        if self._gym:
+            named = functools.partial(problems.of_gym, self._gym)
+        elif isinstance(named, str):
+            named = function_named(named, "dataset_name", self.folders)
         return functools.partial(named, **self.dataset_kwargs) if callable(named) and self.dataset_kwargs else named
 
     @property
@@ -222,7 +220,8 @@ class Task:
 
     def _reward(self, name: str) -> str | Callable:
         if name == "correctness_reward":
-            return correctness(self._compare, self.answer_format, self.folders)
+            grader = self._grader() if self._gym else self.grader
+            return correctness(grader, self.answer_format, self.folders)
         if name == "format_reward":
             return format_reward
         if name in _THEIRS:
@@ -275,14 +274,10 @@ class Task:
         """True if completions are compared with references, False if a reward decides."""
         return not self.interactive and self.grader != BY_REWARD and "answer" in problems.column_names
 
-    @property
-    def _compare(self) -> str | Grader:
-        """The grader as named, or reasoning-gym's verifier."""
-        return Verifier(self._gym, self.dataset_kwargs or {}) if self._gym and self.grader == "auto" else self.grader
-
     def _grader(self) -> Grader:
-        compare = self._compare
-        return grader_of(compare, self.folders) if isinstance(compare, str) else compare
+        if self._gym and self.grader == "auto":
+            return Verifier(self._gym, self.dataset_kwargs or {})
+        return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
 
     def graded_by(self) -> dict[str, Any]:
         """Settings of [`verdicts`]: the grader, a custom one with its source, and the answer's format."""
