@@ -54,32 +54,24 @@ def test_verdicts(read, grader, form, text, right):
     assert task.rewards()[0](completions=[[{"content": text}]], answer=["TENALP"]) == [float(right)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    "chain_sum basic_arithmetic products gcd letter_counting simple_equations gsm_symbolic leg_counting "
-    "spell_backward number_sequence".split(),
-)
+GYM = "chain_sum basic_arithmetic products gcd letter_counting simple_equations gsm_symbolic leg_counting"
+
+
+@pytest.mark.parametrize("name", [*GYM.split(), "spell_backward", "number_sequence"])
 def test_a_reasoning_gym_task_is_scored_by_its_own_verifier(name):
     pytest.importorskip("reasoning_gym")
-    sizes = {"train_size": 20, "test_size": 10}
-    task = Task(dataset_name=f"reasoning_gym:{name}", dataset_kwargs=sizes, answer_format="last")
+    given = {"dataset_name": f"reasoning_gym:{name}", "dataset_kwargs": {"train_size": 20, "test_size": 10}}
+    task = Task(**given, answer_format="last")
     train, test = task.splits()
     texts = [f"The answer is {answer}." for answer in test["answer"]]
-    assert (
-        len(train) == 20
-        and task.verdicts(texts, test) == [True] * 10
-        and task.verdicts(["no"] * 10, test) == [False] * 10
-    )
-    (reward,) = task.rewards()
-    assert reward([[{"content": text}] for text in texts], **test[:]) == [1.0] * 10
-    assert not {json.dumps(row) for row in train["prompt"]} & {json.dumps(row) for row in test["prompt"]}
+    assert task.verdicts(texts, test) == [True] * 10 and not any(task.verdicts(["no"] * 10, test))
+    score = task.rewards()[0]
+    assert score([[{"content": text}] for text in texts], **test[:]) == [1.0] * 10
+    assert len(train) == 20 and not {*map(str, train["prompt"])} & {*map(str, test["prompt"])}
     if name == "gsm_symbolic":
-        assert (
-            len(Task(dataset_name=task.dataset_name, dataset_kwargs=sizes, dataset_test_split="unseen").splits()[1])
-            == 10
-        )
-    if name == "spell_backward":  # a part of the letters in place has a part of the reward
-        assert 0 < reward([[{"content": test["answer"][0][:-1]}]], **test[:1])[0] < 1
+        assert len(Task(**given, dataset_test_split="unseen").splits()[1]) == 10
+    if name == "spell_backward":  # each letter in its place counts
+        assert 0 < score([[{"content": test["answer"][0][:-1]}]], **test[:1])[0] < 1
 
 
 def test_reasoning_gym_is_optional(monkeypatch):

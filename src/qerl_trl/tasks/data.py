@@ -166,8 +166,7 @@ def of_gym(
     wanted = train_size + test_size
     made = gym(name, **{"seed": seed, "size": 4 * wanted} | settings)
     templates = getattr(made, "task_indices", None)
-    known: dict[str, dict[str, Any]] = {}
-    unseen: dict[str, dict[str, Any]] = {}
+    known, unseen = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
     for index in range(len(made)):
         part, most = (unseen, test_size) if templates and templates[index] % 5 == 0 else (known, wanted)
         if len(part) < most:
