@@ -46,8 +46,7 @@ def header(name: str) -> str:
     smallest = min(card for card, made in plans.items() if made.fits)
     whole = plan(name, Gpu(10**15), gradient_checkpointing=True).peak / GIB
     cards = ", ".join(card for card, size in CARDS.items() if size == smallest)
-    _, work = workload_of_file(CONFIGS / f"{name}.yaml", PROMPT)
-    waves = f"{work.completions} completions in {plans[smallest].waves} waves at the most"
+    waves = f"{plans[smallest].work.completions} completions in {plans[smallest].waves} waves at the most"
     return (
         f"# Starts on a card of {smallest} GB ({cards}): {waves}\n"
         f"# (in one from {whole:.0f} GiB). Your card: qerl-trl plan --config {name} --card 'RTX 4090', or --gpu-gib N"
