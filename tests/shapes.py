@@ -31,6 +31,7 @@ def qwen2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabul
     return Qwen2Config(**shape, **more)
 
 
+HALF_B = qwen2(896, 4864, 24, 14, 2, 151936)
 THREE_B = qwen2(2048, 11008, 36, 16, 2, 151936)
 SEVEN_B = qwen2(3584, 18944, 28, 28, 4)
 FOURTEEN_B = qwen2(5120, 13824, 48, 40, 8)

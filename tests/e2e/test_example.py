@@ -46,6 +46,7 @@ def test_says_what_it_does_and_leaves_everything_behind(finished):
     first = said.splitlines()[0]
     assert all(word in first for word in ("embedded.yaml", "no GPU was found", "--config"))
     words = ["versions", "device", "NVFP4 in", "trained", "optimizer", "noise", "exponential", "reference", "(95 %)"]
+    words += ["Sampled before step 1 (correctness_reward "]
     for word in (*words, f"qerl-trl push adapter {output} <user>/<name> --base-model"):
         assert word in said, word
     results = json.loads((output / "results.json").read_text())

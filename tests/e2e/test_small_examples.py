@@ -61,11 +61,3 @@ def test_the_game():
     game.reset(treasure=[0, -2], pit=[0, -1])  # a new game
     assert not game.over and game.get_reward() == 0
     assert [game.move("up"), game.move("up")] == ["You fell.", "The game is over."] and game.get_reward() == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "right"), [("28", True), ("7 * 4 = 28.", True), ("128", False), ("7 * 4 is 27\n28", False), ("", False)]
-)
-def test_a_product_is_the_last_number_of_the_first_line(said, right):
-    assert of("products", "last_number")(said, "28") is right
-    assert of("products", "right")([[{"content": said}]], ["28"]) == [float(right)]

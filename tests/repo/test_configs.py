@@ -15,10 +15,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from qerl_trl.memory.formulas import shape_of
 from qerl_trl.memory.plan import CARDS, GIB, Gpu, MemoryPlan, plan_run
 from qerl_trl.memory.workload import workload_of_file
-from tests.shapes import FOURTEEN_B, NEWER, SEVEN_B, THIRTY_TWO_B, THREE_B
+from tests.shapes import FOURTEEN_B, HALF_B, NEWER, SEVEN_B, THIRTY_TWO_B, THREE_B
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 MODELS = {
+    "qwen2.5-coder-0.5b": HALF_B,
     "qwen2.5-3b": THREE_B,
     "qwen2.5-7b": SEVEN_B,
     "qwen2.5-14b": FOURTEEN_B,
@@ -45,7 +46,7 @@ def header(name: str) -> str:
     smallest = min(card for card, made in plans.items() if made.fits)
     whole = plan(name, Gpu(10**15), gradient_checkpointing=True).peak / GIB
     cards = ", ".join(card for card, size in CARDS.items() if size == smallest)
-    waves = f"128 completions in {plans[smallest].waves} waves at the most"
+    waves = f"{plans[smallest].work.completions} completions in {plans[smallest].waves} waves at the most"
     return (
         f"# Starts on a card of {smallest} GB ({cards}): {waves}\n"
         f"# (in one from {whole:.0f} GiB). Your card: qerl-trl plan --config {name} --card 'RTX 4090', or --gpu-gib N"

@@ -90,8 +90,8 @@ def test_a_number_of_json_is_graded_as_it_is_written(tmp_path, written):
     answers = load_problems(Protocol(str(file)))["answer"][:]
     texts = [value.strip('"') for value in written]
     others = [f"{text}.0" if text.isdigit() else f"{text}0" for text in texts]
-    assert all(is_correct(text, gold, "exact", True) for text, gold in zip(texts, answers, strict=True))
-    assert not any(is_correct(text, gold, "exact", True) for text, gold in zip(others, answers, strict=True))
+    assert all(is_correct(text, gold, "exact", "whole") for text, gold in zip(texts, answers, strict=True))
+    assert not any(is_correct(text, gold, "exact", "whole") for text, gold in zip(others, answers, strict=True))
     assert isinstance(answers[0], int) == (written == ["5", "6"])
 
 

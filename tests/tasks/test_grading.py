@@ -78,8 +78,15 @@ def test_graders(grader, answer, gold, expected):
     assert correctness(grader)([f"#### {answer}"], answer=[gold]) == [float(expected)]
 
 
+def test_the_last_number_or_word_is_the_answer():
+    right = {"The answer is 6.": "6", "7 * 4 = **28**": "28", "It has 3 of them.": 3, "It costs $1,234.50!": "1234.5"}
+    right |= {"so it is -4.": "work\n#### -4", "In 2 steps: 'TENALP'.": "TENALP"}
+    assert correctness("auto", "last")([*right], answer=[*right.values()]) == [1.0] * 6
+    assert not any(is_correct(text, gold, form="last") for text, gold in (("9-4", "-4"), ("Six.", "6"), ("", "6")))
+
+
 def test_a_truth_value_is_right_in_either_spelling():
-    verdicts = [is_correct(text, True, "exact", True) for text in ("true", "True", "false", "1")]
+    verdicts = [is_correct(text, True, "exact", "whole") for text in ("true", "True", "false", "1")]
     assert verdicts == [True, True, False, False]
 
 
@@ -110,6 +117,14 @@ def test_numbers_are_correct_iff_equal(a, b):
 
 def test_format():
     assert format_reward([GOOD, "#### 7", "a\n#### 7\nmore", "a\n#### 7\n#### 7"]) == [1.0, 0.0, 0.0, 0.0]
+    boxed = [
+        "3 + 4\n\\[\n\\boxed{7}\n\\]",
+        "\\boxed{7}",
+        "a\n\\boxed{7}\nmore",
+        "\\boxed{3}\n\\boxed{7}",
+        "a\n\\boxed{7",
+    ]
+    assert format_reward(boxed) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_rewards_read_conversational_completions():
@@ -126,10 +141,12 @@ def test_rewards_read_conversational_completions():
         ("numeric", "whole", " 7 ", True),
         ("numeric", "whole", "The answer is 6.", False),
         ("exact", "whole", "The answer is 6.", True),
+        ("numeric", "last", "The answer is 6.", True),
+        ("numeric", "last", "Six.", False),
     ],
 )
 def test_a_first_rollout_without_an_answer_in_the_graders_form_gives_a_warning(caplog, grader, form, text, expected):
-    assert in_form(text, grader, form == "whole") is expected
+    assert in_form(text, grader, form) is expected
     with caplog.at_level(logging.WARNING):
         run._warn_of_form([text, ""], Task(grader=grader, answer_format=form))
     assert len(caplog.messages) == (not expected) and all(len(message) <= 200 for message in caplog.messages)

@@ -38,6 +38,12 @@ def test_the_command_line_replaces_the_recipe_and_the_file(folder, read, parse):
         assert parse(*given, task=OWN).task.dataset_name == "user/other"
 
 
+def test_arguments_of_a_function_with_data(parse):
+    words = ("--dataset_name", "examples/letters.py:words", "--dataset_kwargs", '{"train": 2, "test": 3}')
+    test = parse(*words, "--prompt_suffix", "Now.").task.splits()[1]
+    assert len(test) == 3 and test[0]["prompt"][0]["content"].endswith(" Now.")
+
+
 def test_the_task_of_a_script_comes_before_the_recipes(folder, parse, caplog):
     """With a shipped recipe, its data and rewards were trained, without a word."""
     own = dataclasses.replace(OWN, reward_funcs=["correctness_reward"], grader="exact")

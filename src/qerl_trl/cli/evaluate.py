@@ -74,10 +74,11 @@ def _lines(result: dict[str, Any], output: Path | None) -> list[str]:
         f"{100 * high:.1f}] on {result['total']} problems, {samples} completion{'s' if samples > 1 else ''} each, "
         f"temperature {protocol['temperature']:g}, {result['seconds']:.0f} s"
     ]
+    where = " after #### or in a box" if result["answer_format"] == "marked" else ""
     if none := result["without_an_answer"]:
         lines.append(
-            f"{none} of {result['total'] * samples} completions state no answer after #### or in a box, and count as "
-            "wrong. If the answer is the whole text, use a --task with answer_format: whole."
+            f"{none} of {result['total'] * samples} completions state no answer{where}, and count as wrong. If it is "
+            "the whole text or the last word, use a --task with answer_format: whole or last."
         )
     return lines if output is None else [*lines, f"written: {output}"]
 

@@ -1,4 +1,4 @@
-"""Datasets in TRL's format: a conversational `prompt`, and an `answer`. From the Hub, files, or a function."""
+"""Datasets in TRL's format: a conversational `prompt`, and an `answer`. From the Hub, files, functions, generators."""
 
 import csv
 import gzip
@@ -24,6 +24,8 @@ _UNREADABLE = (ValueError, AttributeError, DatasetGenerationError, EOFError, gzi
 #: column names of problems and reference answers, in order of preference
 QUESTIONS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution")
+#: `dataset_name` of a reasoning-gym data set, before its name
+GYM = "reasoning_gym:"
 
 
 def read(
@@ -145,6 +147,38 @@ def from_hub(name: str, config: str | None, split: str | None, said: str, folder
         ) from error
 
 
+def gym(name: str, train_size: int = 0, test_size: int = 0, **settings: Any) -> Any:
+    """Make a reasoning-gym data set with these settings of its configuration."""
+    try:
+        import reasoning_gym
+
+        return reasoning_gym.create_dataset(name, **settings)
+    except ImportError as error:
+        raise ImportError(f"dataset_name='{GYM}{name}': {error}. pip install 'qerl-trl[reasoning-gym]'.") from error
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"'{GYM}{name}' with dataset_kwargs={settings}: {error}. Choose others it has.") from error
+
+
+def of_gym(
+    name: str, train_size: int = 2000, test_size: int = 200, seed: int = 0, **settings: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Generate splits without a common question. gsm_symbolic names templates: every fifth is in `unseen` alone."""
+    wanted = train_size + test_size
+    made = gym(name, **{"seed": seed, "size": 4 * wanted} | settings)
+    templates = getattr(made, "task_indices", None)
+    known, unseen = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
+    for index in range(len(made)):
+        part, most = (unseen, test_size) if templates and templates[index] % 5 == 0 else (known, wanted)
+        if len(part) < most:
+            entry = made[index]
+            question, metadata = entry["question"], json.dumps(entry["metadata"], default=str)
+            part.setdefault(question, {"question": question, "answer": entry["answer"] or "", "metadata": metadata})
+        elif len(known) == wanted and (not templates or len(unseen) == test_size):
+            break
+    rows, cut = list(known.values()), min(test_size, len(known) // 2)
+    return {"train": rows[cut:], "test": rows[:cut]} | ({"unseen": list(unseen.values())} if unseen else {})
+
+
 def is_saved(folder: Path) -> bool:
     """True for a folder written by `save_to_disk`."""
     return any(all((folder / name).is_file() for name in names) for names in _SAVED)
@@ -157,6 +191,7 @@ def with_prompts(
     answer_column: str | None = None,
     needs_answer: bool = True,
     named: Any = "The dataset",
+    suffix: str | None = None,
 ) -> Dataset:
     """Rename questions to a conversational `prompt`, references to `answer` (type unchanged); other columns stay."""
     question = prompt_column or next((name for name in QUESTIONS if name in data.column_names), None)
@@ -181,7 +216,8 @@ def with_prompts(
                 "text, or messages with a role and a content. Name another column (prompt_column), or use a "
                 "formatting_func."
             )
-        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        text = f"{asked} {suffix}" if suffix else asked
+        messages = [{"role": "user", "content": text}] if isinstance(asked, str) else list(asked)
         if messages and messages[0]["role"] == "system" and system:
             messages = messages[1:]
         return {"prompt": [*system, *messages], **({"answer": row[answer]} if answer else {})}

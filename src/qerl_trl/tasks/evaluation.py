@@ -27,12 +27,10 @@ from ..checkpoint.settings import TOKENIZER, run_settings
 from ..rollout.sampling import end_tokens, of_the_model_alone, stored
 from ..rollout.vllm.plugin import CheckpointEngine
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
-from .grading import Grader, final_answer, grader_of, is_correct
+from .grading import BOXED_PROMPT, grader_of, stated, verdicts
 from .task import Task
 
 _Z95 = 1.959963984540054
-BOXED_PROMPT = "Solve the problem step by step. Put the final answer in \\boxed{}."
-GSM8K_PROMPT = "Solve the problem step by step. Put the final answer on the last line, in the form: #### number"
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Protocol:
 
 
 PROTOCOLS = {
-    "gsm8k": Protocol("openai/gsm8k", "main", system_prompt=GSM8K_PROMPT),
+    "gsm8k": Protocol("openai/gsm8k", "main"),
     "math500": Protocol("HuggingFaceH4/MATH-500"),
     "amc23": Protocol("math-ai/amc23", samples=8),
     "aime24": Protocol("HuggingFaceH4/aime_2024", split="train", samples=8),
@@ -150,20 +148,20 @@ def evaluate(
         generate: returns one completion per row of a dataset with each problem repeated `samples` times.
         problems, verdicts_of, answer_format: from a task, to replace the protocol's dataset and grader.
     """
-    whole = answer_format == "whole"
-    verdicts_of = verdicts_of or functools.partial(grade, grader=grader_of(protocol.grader), whole=whole)
+    verdicts_of = verdicts_of or functools.partial(verdicts, grader=grader_of(protocol.grader), form=answer_format)
     problems = load_problems(protocol, limit) if problems is None else first(problems, limit)
     repeated = problems.select([i for i in range(len(problems)) for _ in range(protocol.samples)])
     started = time.perf_counter()
     completions = generate(repeated)
-    verdicts = verdicts_of(completions, repeated)
-    rows = [verdicts[i : i + protocol.samples] for i in range(0, len(verdicts), protocol.samples)]
+    right = verdicts_of(completions, repeated)
+    rows = [right[i : i + protocol.samples] for i in range(0, len(right), protocol.samples)]
+    answers = [stated(*pair, answer_format) for pair in zip(completions, repeated["answer"], strict=True)]
     return {
         **sampled_accuracy(rows),
         "dataset": protocol.dataset,
         "protocol": asdict(protocol),
         "answer_format": answer_format,
-        "without_an_answer": 0 if whole else sum(not final_answer(text) for text in completions),
+        "without_an_answer": sum(not each for each in answers),
         "seed": seed,
         "seconds": time.perf_counter() - started,
         "verdicts": rows,
@@ -295,12 +293,6 @@ def solve(
     finally:
         model.train(was_training)
     return answers
-
-
-def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto", whole: bool = False) -> list[bool]:
-    """Return a verdict per completion: its answer equals `answer` by `grader`. `whole`: all text is the answer."""
-    compare = grader_of(grader) if isinstance(grader, str) else grader
-    return [is_correct(text, gold, compare, whole) for text, gold in zip(completions, dataset["answer"], strict=True)]
 
 
 # --- held-out problems, answered with the rollout engine -------------------------

@@ -6,15 +6,18 @@
     numeric   by value: 1,200 and 1200.0 are equal; anything else is wrong
     math      math-verify: 1/2, 0.5 and \\frac{1}{2} are equal. Not for words: to it `tenalp` is a product like `planet`
 
-Or a custom function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. It gets
-the reference in the data's type; built-in graders get numbers as text. `reward`: the task's first reward decides.
+Or a custom function (answer, reference) -> bool or score, by name: `my_task.py:same_colour`, `package.module:function`.
+It gets the reference in the data's type; built-in graders get numbers as text. `reward`: the first reward decides.
 """
 
+import functools
 import importlib
 import importlib.util
+import itertools
+import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import date
 from decimal import Decimal
@@ -22,13 +25,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-Grader = Callable[[str, Any], bool]
+from .data import gym
 
+Grader = Callable[[str, Any], bool | float]
+
+#: the answer stands after #### or in a box, is all of the text, or is its last number or word
+FORMS = ("marked", "whole", "last")
+#: least score of a right answer
+RIGHT = 0.99
+BOXED_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
 ANSWER_MARK = "####"
 MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _BOXED = r"\boxed{"
 #: commas before every three digits, or none: otherwise they separate list members
 _PLAIN_NUMBER = re.compile(r"^-?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?$")
+#: a number in a sentence; the minus of a difference is none of its sign
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?")
 #: a name with digits, date, address or version: compared letter by letter
 _CODE = re.compile(r"^[^\W\d_]+\d\w*(?:\s+[^\W\d_]+\d\w*)*$|^\d+(?:[-/:.]\d+){2,}$")
 #: bold or upright type around a whole answer
@@ -50,6 +62,15 @@ def final_answer(text: str) -> str | None:
     return None if last is None else last[1].strip()
 
 
+def stated(text: str, reference: Any, form: str) -> str | None:
+    """Return the answer in `text` by one of the `FORMS`. `last`: the last number if `reference` is one, else a word."""
+    if form != "last":
+        return text.strip() if form == "whole" else final_answer(text)
+    number = _number(final_answer(str(reference)) or str(reference)) is not None
+    parts = _NUMBER.findall(text) if number else [word.strip("*_.,:;!?()[]\"'`$") for word in text.split()]
+    return next(filter(None, reversed(parts)), None)
+
+
 def _boxed(text: str) -> str | None:
     """Return the last box's content, nested braces allowed; `None` without a complete box."""
     _, box, rest = text.rpartition(_BOXED)
@@ -68,6 +89,23 @@ def _spaced(answer: str) -> str:
 def _number(answer: str) -> Decimal | None:
     plain = answer.replace("$", "").strip().rstrip(".")
     return Decimal(plain.replace(",", "")) if _PLAIN_NUMBER.match(plain) else None
+
+
+class Verifier:
+    """Grader of a reasoning-gym data set: the score of its own `score_answer`, from 0 to 1."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self.__name__ = f"reasoning_gym_{name}"
+        self.verify = gym(name, **settings).score_answer
+
+    def __call__(self, answer: str, reference: str, metadata: str) -> float:
+        answer = _undressed(answer)
+        if _number(answer) is not None and "," not in reference:  # several verifiers read 1,200 as 1
+            answer = answer.replace("$", "").replace(",", "").strip().rstrip(".")
+        try:
+            return float(self.verify(answer, {"answer": reference or None, "metadata": json.loads(metadata)}))
+        except Exception:  # some verifiers parse the answer without a check
+            return 0.0
 
 
 def _undressed(answer: str) -> str:
@@ -139,33 +177,38 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
     return function_named(name, "grader", folders)
 
 
-def require_references(golds: Iterable[Any], grader: str | Grader, whole: bool = False, instead: str = "") -> None:
+def require_references(golds: Iterable[Any], grader: str | Grader, form: str = "marked", instead: str = "") -> None:
     """Raise `ValueError` for the first reference unusable by a built-in grader. `instead`: a remedy."""
     if grader not in GRADERS:
         return
     kind = "numeric" if grader == "numeric" else "exact"  # "exact" is quick and accepts anything
     for row, gold in enumerate(golds):
         try:
-            is_correct(f"{ANSWER_MARK} 0", gold, kind, whole)
+            is_correct(f"{ANSWER_MARK} 0", gold, kind, form)
         except ValueError as error:
             raise ValueError(f"Problem {row} (from 0): {error}{instead}.") from error
 
 
-def in_form(text: str, grader: str | Grader = "auto", whole: bool = False) -> bool:
+def in_form(text: str, grader: str | Grader = "auto", form: str = "marked") -> bool:
     """True if `text` states an answer in the grader's form, right or wrong."""
-    answer = text.strip() if whole else final_answer(text)
+    answer = stated(text, 0 if grader == "numeric" else "", form)
     return bool(answer) and (grader != "numeric" or _number(answer or "") is not None)
 
 
-def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool = False) -> bool:
-    """True if the answer in `text` equals `gold` (an answer, or a worked solution ending in one).
+def is_correct(text: str, gold: Any, grader: str | Grader = "auto", form: str = "marked") -> bool:
+    """True if the answer in `text` has the full [`score`]."""
+    return score(text, gold, grader, form) >= RIGHT
+
+
+def score(text: str, gold: Any, grader: str | Grader = "auto", form: str = "marked") -> float:
+    """Score the answer in `text` against `gold` (an answer, or a worked solution ending in one), from 0 to 1.
 
     Args:
-        whole: all of `text` and all of `gold` is the answer; otherwise the part after `####` or in a box.
+        form: one of the `FORMS`; with `whole` all of `gold` is the reference, too.
     """
-    answer = text.strip() if whole else final_answer(text)
+    answer = stated(text, gold, form)
     if not answer:
-        return False
+        return 0.0
     compare = grader_of(grader) if isinstance(grader, str) else grader
     if not isinstance(gold, str) and compare in GRADERS.values():
         if not isinstance(gold, int | float | Decimal | date):
@@ -176,8 +219,23 @@ def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool 
             answer, gold = answer.lower(), str(gold).lower()
         gold = str(gold)
     if isinstance(gold, str):
-        gold = gold.strip() if whole else final_answer(gold) or gold
-    return bool(compare(answer, gold))
+        gold = gold.strip() if form == "whole" else final_answer(gold) or gold
+    verdict = compare(answer, gold)
+    return verdict if isinstance(verdict, float) else float(bool(verdict))
+
+
+def scores(texts: Iterable[str], columns: Mapping[str, Any], grader: Grader, form: str) -> list[float]:
+    """Score completions against the column `answer`, and for a [`Verifier`] `metadata`."""
+    graders: Iterable[Grader] = itertools.repeat(grader)
+    if isinstance(grader, Verifier):
+        graders = [functools.partial(grader, metadata=each) for each in columns["metadata"]]
+    pairs = zip(texts, columns["answer"], strict=True)
+    return [score(*pair, each, form) for pair, each in zip(pairs, graders, strict=False)]
+
+
+def verdicts(texts: Iterable[str], columns: Mapping[str, Any], grader: Grader, form: str) -> list[bool]:
+    """Return for each completion whether it has the full score."""
+    return [each >= RIGHT for each in scores(texts, columns, grader, form)]
 
 
 # --- rewards, with TRL's signature: worked lines, then `#### answer` as in GSM8K --------------------
@@ -189,34 +247,37 @@ def completion_text(completion: str | list[dict]) -> str:
 
 
 def correctness(
-    grader: str | Grader = "auto", whole: bool = False, folders: list[Path] | None = None
+    grader: str | Grader = "auto", form: str = "marked", folders: list[Path] | None = None
 ) -> Callable[..., list[float]]:
     """Make a reward function: 1.0 if the stated answer equals the dataset's `answer` under `grader`, else 0.0.
 
     Args:
-        whole: the whole last message is the answer; otherwise the part after `####` or in a box.
+        form: one of the `FORMS`.
         folders: searched for the file of a grader.
     """
     compare = grader_of(grader, folders) if isinstance(grader, str) else grader
     name = grader if isinstance(grader, str) else getattr(grader, "__name__", "own")
 
     def correctness_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
-        texts = map(completion_text, completions)
-        return [float(is_correct(text, gold, compare, whole)) for text, gold in zip(texts, answer, strict=True)]
+        return scores(map(completion_text, completions), {"answer": answer, **kwargs}, compare, form)
 
-    if name != "auto" or whole:  # rename: a resumed run compares the names of its rewards
-        correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", name) + ("_whole" if whole else "")
+    suffix = "" if form == "marked" else f"_{form}"
+    if name != "auto" or suffix:  # rename: a resumed run compares the names of its rewards
+        correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", name) + suffix
     return correctness_reward
 
 
 def format_reward(completions: list, **kwargs) -> list[float]:
-    """1.0 for a completion ending in exactly one `#### answer` line after at least one line of work, else 0.0."""
+    """1.0 for a completion ending in one `#### answer` line, or one box, after at least one line of work, else 0.0."""
     return [float(_well_formed(completion_text(c))) for c in completions]
 
 
 def _well_formed(text: str) -> bool:
     lines = [line for line in text.strip().split("\n") if line.strip()]
     marks = sum(line.lstrip().startswith(ANSWER_MARK) for line in lines)
+    if marks == 0 and text.count(_BOXED) == 1:
+        lines = [line for line in lines if re.search(r"\w", line)]  # a closing delimiter may follow the box
+        return len(lines) >= 2 and _boxed(lines[-1]) is not None
     return len(lines) >= 2 and marks == 1 and bool(MARKED.match(lines[-1].lstrip()))
 
 

@@ -57,15 +57,23 @@ class _Calls(TrainerCallback):
 
 def _warn_of_form(texts: list[str], task: Task) -> None:
     """Warn if none of the first completions has an answer in the grader's form."""
-    whole = task.answer_format == "whole"
-    if not any(in_form(text, task.grader, whole) for text in texts):
+    if not any(in_form(text, task.grader, task.answer_format) for text in texts):
         logger.warning(
             "None of the %d completions of the first rollout states an answer %s, which grader=%r reads: all count as "
             "wrong. Ask for it in system_prompt, or change answer_format.",
             len(texts),
-            "as all of its text" if whole else "after #### or in \\boxed{}",
+            {"marked": "after #### or in a box", "whole": "as all its text", "last": "at its end"}[task.answer_format],
             task.grader,
         )
+
+
+def _show(texts: list[str], rewards: Mapping[str, Any], step: int) -> None:
+    """Print the completions of the lowest and the highest first reward, the middle of long ones left out."""
+    order = sorted(range(len(texts)), key=next(iter(rewards.values())).__getitem__)
+    for at in (order[0], order[-1]):
+        text, values = " ".join(texts[at].split()), ", ".join(f"{name} {all[at]:g}" for name, all in rewards.items())
+        shown = text if len(text) <= 300 else f"{text[:150]} [...] {text[-150:]}"
+        print(f"Sampled before step {step} ({values}): {shown}")
 
 
 def train_and_measure(
@@ -89,17 +97,20 @@ def train_and_measure(
     measurement = Measurement(trainer, task, first(trainer.eval_dataset, eval_problems), eval_batch_size)
     trainer.add_callback(HeldOutAccuracy(measurement))
 
-    def check_form() -> None:
-        if trainer.state.global_step == 1 and accelerator.is_main_process:
-            _warn_of_form([completion_text(each) for each in trainer._logs["completion"]], task)
-
-    if measurement.graded:
-        trainer.add_callback(_Calls("on_step_end", check_form))
     announce(trainer)
     resume = trainer.to_resume()  # raises for the folder of another run
     run = _Run(measurement)
     run.measure_before(resume)
     begun = step_of(resume) if resume else 0  # read now: training may delete that checkpoint
+
+    def show_samples() -> None:
+        if trainer.state.global_step == begun and accelerator.is_main_process:
+            texts = [completion_text(each) for each in trainer._logs["completion"]]
+            _show(texts, trainer._logs["rewards"], begun + 1)
+            if measurement.graded:
+                _warn_of_form(texts, task)
+
+    trainer.add_callback(_Calls("on_pre_optimizer_step", show_samples))
     try:
         trainer.train(resume_from_checkpoint=resume)
     except HubError as error:  # training is complete; the push is repeated below, after the results

@@ -14,6 +14,8 @@ Use it with `--task words.yaml` in the example script, `qerl-trl train`, `eval` 
 # ruff: noqa: RUF009  (fields of a dataclass made by a function)
 
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,16 +28,19 @@ from ..checkpoint.settings import source_sha256
 from ..support.recipes import contents
 from . import data as problems
 from .grading import (
+    BOXED_PROMPT,
     BY_REWARD,
+    FORMS,
     GRADERS,
     Grader,
+    Verifier,
     correctness,
     format_reward,
     found,
     function_named,
     grader_of,
-    is_correct,
     require_references,
+    verdicts,
 )
 
 #: factories among TRL's rewards, with the values of `trl grpo`
@@ -49,6 +54,13 @@ def _said(default: Any, help: str, parsed: Any = str) -> Any:
     return field(default=default, metadata={"help": help, "parsed": parsed})
 
 
+class Json(dict):
+    """A mapping, written as JSON on the command line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(json.loads(text))
+
+
 @dataclass
 class Task:
     """See the module's docstring. Files are searched for next to the YAML file, then in the working directory.
@@ -56,14 +68,16 @@ class Task:
     Attributes:
         name: in words, for results and cards.
         dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function returning
-            `{split: rows}`. Columns: `prompt`, `question` or `problem` for the question (a text or messages), `answer`
-            or `solution` for the reference; the rewards get all columns.
+            `{split: rows}`, or `reasoning_gym:NAME`. Columns: `prompt`, `question` or `problem` for the question (a
+            text or messages), `answer` or `solution` for the reference; the rewards get all columns.
+        dataset_kwargs: arguments of the function; of reasoning-gym its settings, `train_size` and `test_size`.
+        prompt_suffix: text after every question that is a text.
         test_split_size: share or number of training problems to hold out, instead of a test split.
         formatting_func: function from a row to one with `prompt` (and `answer`).
         reward_funcs: functions with TRL's signature, or their names; `correctness_reward` and `format_reward` are ours.
         reward_weights: one per reward, in order.
         grader: comparison with the reference (grading.py), or `reward`: by the first reward.
-        answer_format: `marked` (after `####` or in a box) or `whole` (the whole last message).
+        answer_format: `marked` (after `####` or in a box), `whole` (all text) or `last` (the last number or word).
         chat_template_path: Jinja file to replace the tokenizer's chat template.
         tools: functions for the model to call, or their names.
         environment_factory: class (or its name) of an environment for TRL's `environment_factory`.
@@ -73,9 +87,10 @@ class Task:
 
     name: str | None = None
     dataset_name: str | Callable[[], Mapping[str, Any]] | Mapping[str, Any] | None = _said(
-        None, "Hub dataset, folder with train.jsonl and test.jsonl, .jsonl file, or file.py:function."
+        None, "Hub dataset, folder with train.jsonl and test.jsonl, .jsonl file, file.py:function, reasoning_gym:NAME."
     )
     dataset_config: str | None = _said(None, "Configuration of a Hub dataset.")
+    dataset_kwargs: dict[str, Any] | None = _said(None, "Arguments of the function or reasoning-gym set (JSON).", Json)
     dataset_train_split: str = _said("train", "Split to train on (default: train).")
     dataset_test_split: str = _said("test", "Split that is held out (default: test).")
     test_split_size: float | None = _said(None, "Hold out this share (or number) of the training problems.", float)
@@ -85,6 +100,7 @@ class Task:
     prompt_column: str | None = _said(None, "Column with what is asked.")
     answer_column: str | None = _said(None, "Column with the reference answer.")
     system_prompt: str | None = _said(None, "System message put before every question.")
+    prompt_suffix: str | None = _said(None, "Text put after every question.")
     reward_funcs: list[str | Callable] | None = _said(
         None, "Rewards: file.py:function, package.module:function, a name of trl.rewards, or a reward model.", list[str]
     )
@@ -92,7 +108,7 @@ class Task:
     grader: str | Grader = _said(
         "auto", "How answers are compared: auto (default), exact, numeric, math, file.py:function, or reward."
     )
-    answer_format: str = _said("marked", "marked (after #### or boxed; default) or whole.")
+    answer_format: str = _said("marked", "marked (after #### or boxed; default), whole or last.")
     chat_template_path: str | None = _said(None, "Jinja file that replaces the tokenizer's chat template.")
     tools: list[str | Callable] | None = _said(None, "Tools: file.py:function or package.module:function.", list[str])
     environment_factory: str | Callable[[], Any] | None = _said(None, "Environment: file.py:Class.")
@@ -103,11 +119,13 @@ class Task:
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str) or callable(self.reward_funcs):  # one, as in TRL
             self.reward_funcs = [self.reward_funcs]
-        if self.answer_format not in ("marked", "whole"):
+        if self.answer_format not in FORMS:
             raise ValueError(
-                f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer "
-                "stands after a mark in the text, 'whole' where it is the text."
+                f"answer_format={self.answer_format!r} is none of {', '.join(FORMS)}. Pass 'marked' for answers after "
+                "#### or in a box, 'whole' for a whole text, 'last' for its last number or word."
             )
+        if self._gym and self.answer_format == "marked" and self.system_prompt is None:
+            self.system_prompt = BOXED_PROMPT
 
     @classmethod
     def read(cls, file: str | Path, folders: list[Path] | None = None) -> "Task":
@@ -125,9 +143,17 @@ class Task:
     def with_said(self, said: Mapping[str, Any]) -> "Task":
         """Return a copy with fields replaced by those of a recipe or command line."""
         given = {name: value for name, value in said.items() if value is not None and name in PARSED}
-        if given.get("dataset_name") not in (None, self.dataset_name) and "dataset_config" not in given:
-            given["dataset_config"] = None  # the configuration of the previous data
+        if given.get("dataset_name") not in (None, self.dataset_name):  # the settings are of the previous data
+            given = {"dataset_config": None, "dataset_kwargs": None, **given}
+            if given["dataset_name"].startswith(problems.GYM):
+                given["name"] = given["dataset_name"]
         return dataclasses.replace(self, **given)
+
+    @property
+    def _gym(self) -> str:
+        """Name of the reasoning-gym data set, or nothing."""
+        found, prefix, name = str(self.dataset_name).partition(problems.GYM)
+        return name if prefix and not found else ""
 
     @property
     def label(self) -> str:
@@ -148,11 +174,13 @@ class Task:
         named = self.dataset_name
         if named is None:
             raise ValueError("The task has no data: give it a dataset_name.")
-        if not isinstance(named, str):
-            return named
-        if ":" in named:
-            return function_named(named, "dataset_name", self.folders)
-        return found(named, self.folders) or named
+        if isinstance(named, str) and ":" not in named:
+            return found(named, self.folders) or named
+        if self._gym:
+            named = functools.partial(problems.of_gym, self._gym)
+        elif isinstance(named, str):
+            named = function_named(named, "dataset_name", self.folders)
+        return functools.partial(named, **self.dataset_kwargs) if callable(named) and self.dataset_kwargs else named
 
     @property
     def held_out_split(self) -> str | None:
@@ -170,12 +198,12 @@ class Task:
             function = self._function(self.formatting_func, "formatting_func")
             parts = tuple(part.map(function) for part in parts)
         named = self.dataset_name if isinstance(self.dataset_name, str) else "The dataset"
-        columns = (self.system_prompt, self.prompt_column, self.answer_column, needed, named)
+        columns = (self.system_prompt, self.prompt_column, self.answer_column, needed, named, self.prompt_suffix)
         train, test = (problems.with_prompts(part, *columns) for part in parts)
         for part in (train, test) if needed else (test,):
             if self.graded(part):
                 instead = f", or grader={BY_REWARD!r}: the first reward then decides"
-                require_references(part["answer"], self.grader, self.answer_format == "whole", instead)
+                require_references(part["answer"], self.grader, self.answer_format, instead)
         return train, test
 
     def _function(self, said: str | Callable, option: str) -> Callable[..., Any]:
@@ -192,7 +220,8 @@ class Task:
 
     def _reward(self, name: str) -> str | Callable:
         if name == "correctness_reward":
-            return correctness(self.grader, self.answer_format == "whole", self.folders)
+            grader = self._grader() if self._gym else self.grader
+            return correctness(grader, self.answer_format, self.folders)
         if name == "format_reward":
             return format_reward
         if name in _THEIRS:
@@ -246,6 +275,8 @@ class Task:
         return not self.interactive and self.grader != BY_REWARD and "answer" in problems.column_names
 
     def _grader(self) -> Grader:
+        if self._gym and self.grader == "auto":
+            return Verifier(self._gym, self.dataset_kwargs or {})
         return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
 
     def graded_by(self) -> dict[str, Any]:
@@ -254,15 +285,13 @@ class Task:
         known = next((name for name, each in GRADERS.items() if each is compare), None)
         return {
             "grader": known or f"own function {getattr(compare, '__name__', type(compare).__name__)}",
-            "grader_sha256": None if known else source_sha256(compare),
+            "grader_sha256": None if known else source_sha256(getattr(compare, "verify", compare)),
             "answer_format": self.answer_format,
         }
 
     def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:
         """Return a verdict per completion: whether it states the reference answer."""
-        compare, whole = self._grader(), self.answer_format == "whole"
-        pairs = zip(completions, problems["answer"], strict=True)
-        return [is_correct(text, gold, compare, whole) for text, gold in pairs]
+        return verdicts(completions, problems, self._grader(), self.answer_format)
 
 
 #: fields with an option in recipes and on the command line
