@@ -64,6 +64,9 @@ def _unpack(path: Path, folder: Path, sha256: str) -> None:
         one, other = (dequantize(tensor.data[::97], tensor.tensor_type) for tensor in stored)
         if one.shape == other.shape and ((one - other) ** 2).sum() < 0.01 * (other**2).sum():  # roundings of one matrix
             tensors[_EMBEDDING], config.tie_word_embeddings = stored[1], True
+    if "rope_freqs.weight" in tensors:  # Llama 3.1's positions, which transformers leaves out
+        scaled = {"factor": float(tensors["rope_freqs.weight"].data.max()), "original_max_position_embeddings": 8192}
+        config.rope_parameters |= {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **scaled}
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config)
     config.architectures = [type(model).__name__]
@@ -75,16 +78,12 @@ def _unpack(path: Path, folder: Path, sha256: str) -> None:
         parts.setdefault(names.get(name, names.get(name.removesuffix(".weight"), "")), []).append(tensor)
 
     def make(stored: list[Any]) -> Iterator[torch.Tensor]:
-        joined: dict[str, torch.Tensor] = {}  # of several tensors, such as experts
         for tensor in stored:
             rows = 4096 if tensor.name in (_EMBEDDING, _HEAD) else len(tensor.data)  # these are never permuted
             for at in range(0, len(tensor.data), rows):
                 dense = dequantize(tensor.data[at : at + rows], tensor.tensor_type)
-                known = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": joined}}
-                made = processor.process(weights=dense, name=tensor.name, **known)
-                if made.name is not None:
-                    yield torch.tensor(made.weights).bfloat16()
-        yield from (value.bfloat16() for value in joined.values())
+                known = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": {}}}
+                yield torch.tensor(processor.process(weights=dense, name=tensor.name, **known).weights).bfloat16()
 
     specs = [TensorSpec(name, config.dtype, tuple(value.shape)) for name, value in model.named_parameters()]
     jobs = [write.Job((spec,), partial(make, parts[spec.name])) for spec in specs]
@@ -127,5 +126,5 @@ def converted(file: Path, outtype: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=file.absolute().parent) as temporary:
         yield (folder := Path(temporary, file.stem))
         words = [sys.executable, tool, str(folder), "--outtype", outtype, "--outfile", f"{folder}.gguf"]
-        subprocess.run(words, check=True, stdout=sys.stderr)
+        subprocess.run(words, check=True, stdout=2)  # no line of a result
         os.replace(f"{folder}.gguf", file)
