@@ -27,16 +27,17 @@ TRAIN = "--config smollm2 --max_steps 2 --generation_batch_size 4 --num_generati
 TRAIN += " --per_device_train_batch_size 4 --eval_problems 4 --save_steps 2"
 TEXT = "<|im_start|>user\nWhat's 12 times 345? Don't guess.\n\n  日本<|im_end|>\n<|im_start|>assistant\n"
 NODE = """
-import {getLlama, LlamaCompletion} from "node-llama-cpp";
-const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, logLevel: "error"});
-const [file, text] = process.argv.slice(-2);
-const model = await llama.loadModel({modelPath: file});
-const tokens = model.tokenize(text, true);
-const context = await model.createContext({contextSize: 256});
-const completion = new LlamaCompletion({contextSequence: context.getSequence()});
-const answer = await completion.generateCompletion(tokens, {maxTokens: 24, temperature: 0});
-console.log(JSON.stringify({release: llama.llamaCppRelease.release, tokens: Array.from(tokens), answer}));
-process.exit(0);
+import("node-llama-cpp").then(async ({getLlama, LlamaCompletion}) => {
+    const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, logLevel: "error"});
+    const [file, text] = process.argv.slice(-2);
+    const model = await llama.loadModel({modelPath: file});
+    const tokens = model.tokenize(text, true);
+    const context = await model.createContext({contextSize: 256});
+    const completion = new LlamaCompletion({contextSequence: context.getSequence()});
+    const answer = await completion.generateCompletion(tokens, {maxTokens: 24, temperature: 0});
+    console.log(JSON.stringify({release: llama.llamaCppRelease.release, tokens: Array.from(tokens), answer}));
+    process.exit(0);
+});
 """
 
 
@@ -59,13 +60,12 @@ def convert(folder: Path) -> dict[str, Any]:
 
 def generated(folder: Path) -> dict[str, Any]:
     """llama.cpp's tokens and greedy answer, and whether transformers has the same from the merge --as bf16."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder / "bf16"),
-        AutoModelForCausalLM.from_pretrained(folder / "bf16"),
-    )
-    read = json.loads(started("node", "--input-type=module", "-e", NODE, folder / "merged.gguf", TEXT))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bf16")
+    model = AutoModelForCausalLM.from_pretrained(folder / "bf16")
+    read = json.loads(started("node", "-e", NODE, folder / "merged.gguf", TEXT))
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    own = tokenizer.decode(model.float().generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :])
+    answer = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    own = tokenizer.decode(answer, skip_special_tokens=True)
     same = {"tokens": read["tokens"] == ids[0].tolist(), "answer": read["answer"].strip() == own.strip()}
     return {"llama.cpp": read["release"], "prompt_tokens": ids.shape[1], "answer": read["answer"], "same": same}
 
