@@ -15,7 +15,7 @@ from qerl_trl.publish import distance
 from qerl_trl.publish.distance import logits_of, prompt_batches
 from qerl_trl.publish.load import load_any, load_policy
 from qerl_trl.publish.quantize import REPORT_NAME
-from tests.faults.tiny_runs import call
+from tests.faults.tiny_runs import call, fails, works
 from tests.hub_server import REPO
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -83,6 +83,17 @@ def test_four_commands_publish_a_run(finished, tiny_model_dir, tmp_path, write_r
     assert torch.equal(logits(again.model).argmax(-1), expected)
     on_published_base = load_policy(tmp_path / "adapter", base_model=str(tmp_path / "base"), dtype="float32")
     assert torch.equal(logits(on_published_base.model), logits(policy))
+
+
+def test_a_merge_as_gguf_is_converted_by_llama_cpps_tool(finished, tmp_path, monkeypatch):
+    words, tool = ("merge", finished[0], tmp_path / "out.gguf", "--as", "gguf"), tmp_path / "convert_hf_to_gguf.py"
+    fails(("convert_hf_to_gguf.py", "LLAMA_CPP"), *words)
+    tool.write_text("import os, sys; os.rename(sys.argv[1] + '/model.safetensors', sys.argv[-1]); print(sys.argv[2:4])")
+    tool.chmod(0o755)
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    works(*words)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out.gguf").values()} == {torch.bfloat16}
+    assert {path.name for path in tmp_path.iterdir()} == {"out.gguf", tool.name}
 
 
 def test_a_merge_onto_the_original_base_is_another_model_and_measured(finished, tmp_path, write_rows):

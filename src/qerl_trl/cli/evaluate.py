@@ -158,11 +158,12 @@ def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Pro
     from transformers import AutoTokenizer
 
     from qerl_trl.model import loading
+    from qerl_trl.publish.gguf import folder_of
     from qerl_trl.publish.load import check_served_base, recorded_settings, require_format, stored_as
     from qerl_trl.tasks import evaluation
     from qerl_trl.tasks.task import Task
 
-    base, revision = model, None
+    base, revision = folder_of(model), None
     if adapter:
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
         revision = check_served_base(adapter, base)

@@ -1,7 +1,7 @@
 """Commands for publishing: quantize, merge, push."""
 
 import copy
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -102,11 +102,12 @@ def _damage(text: str, rows: int, model: str, destination: Path, options: tuple)
 
 def merge(
     run: Annotated[Path, typer.Argument(help="Checkpoint, output folder of a run, or exported adapter.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write; of --as gguf a file.")],
     form: Annotated[
-        Literal["bf16", "nvfp4", "base", "adapter"],
+        Literal["bf16", "nvfp4", "gguf", "base", "adapter"],
         typer.Option("--as", help="The merge, dense or in 4 bits again; the NVFP4 base; the adapter as plain PEFT."),
     ] = "bf16",
+    outtype: Annotated[Literal["bf16", "f16", "f32", "q8_0"], typer.Option(help="Weights of --as gguf.")] = "bf16",
     base_model: BaseModel = None,
     base_format: BaseFormat = None,
     allow_other_base: AllowOtherBase = False,
@@ -139,17 +140,19 @@ def merge(
             "--onto-original makes a model that was not trained, so it needs --as bf16 and a measurement: add "
             "--prompts FILE.jsonl or --task."
         )
-    measures = form in ("bf16", "nvfp4") and (prompts is not None or task is not None)
+    measures = form in ("bf16", "gguf", "nvfp4") and (prompts is not None or task is not None)
     from qerl_trl.publish import card as cards
-    from qerl_trl.publish import distance, export, write
+    from qerl_trl.publish import distance, export, gguf, write
     from qerl_trl.publish.load import load_any, load_policy, recorded_template_kwargs
 
     write.require_apart(run, destination)
     if base_model is not None:
         write.require_apart(base_model, destination)
     write.require_room(destination, overwrite)
-    code = {"trust_remote_code": trust_remote_code}
-    policy = load_policy(run, base_model, base_format, None, device, allow_other_base, **code)  # in the run's format
+    made, stack = destination, ExitStack()
+    if form == "gguf":
+        form, destination = "bf16", stack.enter_context(gguf.converted(made, outtype))
+    policy = load_policy(run, base_model, base_format, None, device, allow_other_base, trust_remote_code)
     measured: Measured | None = None
     if measures:
         assert policy.tokenizer is not None  # set by load_policy
@@ -162,7 +165,7 @@ def merge(
         if onto_original and policy.settings["merged_onto"] == "nvfp4":  # else the same as a plain merge
             settings = policy.settings
             del policy
-            policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
+            policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, trust_remote_code)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
             measured = distance.logit_distance(trained, distance.logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, policy.settings, dataset)
@@ -185,9 +188,9 @@ def merge(
             done = export.save_merged(
                 policy, destination, None, weights, overwrite, measured=measured, card=card, progress=progress
             )
-    content: dict[str, Any] = {key: value for key, value in done.items() if key in ("kind", "survived")}
-    content["destination"] = str(destination)
-    lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
+    content: dict[str, Any] = {name: value for name, value in done.items() if name in ("kind", "survived")}
+    content["destination"] = str(made)
+    lines = [f"written: {made} ({done['kind'].replace('_', ' ')})"]
     if form == "bf16" and (survived := done.get("survived")):
         lines.append(
             f"rounding to {done['dtype']} kept {survived['kept_fraction']:.3f} of the adapter's change of the weights "
@@ -202,6 +205,7 @@ def merge(
             f"{measured['mean_logit_distance']:.3g}, KL {measured['kl_nats_per_token']:.3g} nats per token (of the "
             f"base without the adapter {base_kl:.3g}), same greedy token {100 * measured['same_greedy_token']:.1f} %"
         )
+    stack.close()  # converts
     print_result(content, as_json, lines)
 
 

@@ -20,6 +20,7 @@ from ..nvfp4.config import NVFP4Config, auto_class_of, quantization_of
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..support.trl import OnlineTrainer
+from .gguf import folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def load_policy(
     require_adapter(adapter)
     require_whole(adapter)
     settings = recorded_settings(adapter)
-    base_model = base_model or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
+    base_model = folder_of(base_model or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path)
     recorded = settings.get("base_format")
     base_format = base_format or recorded
     if base_format not in ("nvfp4", "bf16"):
@@ -269,7 +270,7 @@ def load_any(
     model: str, device: str = "cpu", dtype: str | None = None, trust_remote_code: bool = False
 ) -> TrainedPolicy:
     """Load a model without adapter, as stored, with its tokenizer. `dtype`: compute dtype; default: as stored."""
-    code = {"trust_remote_code": trust_remote_code}
+    code, model = {"trust_remote_code": trust_remote_code}, folder_of(model)
     config = load_config(model, NVFP4Config(compute_dtype=dtype) if dtype else None, **code)
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     if quantization_of(config) is not None:

@@ -51,6 +51,7 @@ from ..nvfp4.linear import PACKED, NVFP4Linear
 from ..rollout.sampling import end_tokens, save_generation_config, stored
 from ..support.files import hub_commit, named_in_errors
 from . import write
+from .gguf import folder_of
 from .write import Job
 
 if TYPE_CHECKING:  # imports PEFT, which is not needed here
@@ -118,6 +119,7 @@ def quantize_folder(
 
     Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker here.
     """
+    model = folder_of(model)
     folder = _local(model, trust_remote_code)
     write.require_apart(folder, destination)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -28,6 +28,7 @@ from ..model.lora import (
 )
 from ..nvfp4.config import NVFP4Config, pretrained_kwargs, stored_quantization
 from ..nvfp4.linear import has_nvfp4
+from ..publish.gguf import folder_of
 from ..rollout.sampling import settle_ends
 from ..rollout.supported import check_environment, check_given
 from ..support import secrets
@@ -43,6 +44,7 @@ def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
     """Check the arguments of our trainer class and return those for TRL's, before anything is loaded."""
     kind: Any = trainer
     model, args = given["model"], given.get("args")
+    model = folder_of(model) if isinstance(model, str) else model
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
         args = kind._config_class(f"{name.split('/')[-1]}-{kind._name}")

@@ -27,7 +27,7 @@ from typing import Any
 
 from .data import gym
 
-Grader = Callable[[str, Any], bool | float]
+Grader = Callable[..., bool | float]
 
 #: the answer stands after #### or in a box, is all of the text, or is its last number or word
 FORMS = ("marked", "whole", "last")

@@ -28,6 +28,7 @@ from ..checkpoint.settings import run_settings
 from ..checks.rewards import check_steps
 from ..config import QeRLConfig
 from ..model.lora import settle_model_config
+from ..publish.gguf import folder_of
 from ..publish.load import require_adapter
 from ..run.folder import clear
 from ..support.files import check_name, named_in_errors
@@ -110,7 +111,8 @@ class Script:
         model = named.model_name_or_path
         if model is None:
             raise ValueError("No model is named: --model_name_or_path, or model_name_or_path in the recipe.")
-        folder = next((place for place in (Path(model), examples_folder().parent / model) if place.is_dir()), None)
+        places = Path(folder_of(model)), examples_folder().parent / model
+        folder = next(filter(Path.is_dir, places), None)
         if folder is not None:  # absolute, so that a later merge or evaluation works from any directory
             model = str(folder.resolve())
             if not (folder / "config.json").is_file():
