@@ -5,6 +5,7 @@
     ... --model NAME FOLDER SHA256 --runs nvfp4 bf16+noise server   # SHA256 of the GGUF behind FOLDER
     ... --extra --optim adamw_torch                                 # further options of every run; comes last
     python benchmarks/real_models.py --cpu --out /tmp/real.json     # dry run: the embedded model, two steps
+    ... --measure-noise --out results/noise_units/NAME.json --extra --aqn_schedule constant --learning_rate 0 ...
 
 A run is `accelerate launch examples/grpo_gsm8k.py` with the recipe qwen2.5-3b.yaml; model, task, arm, lengths, batch
 and learning rate are options. Runs share one GPU, each with a smaller visible size (shown_card.py). Run `server` trains
@@ -54,7 +55,8 @@ ON_CPU = {
 SHARE, SERVER_GIB, KV_GIB = 0.6, 6, 3
 CURVES = {
     "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma",
-    "mismatch_kl": "rollout/mismatch_kl", "clipped": "completions/clipped_ratio",
+    "mismatch_kl": "rollout/mismatch_kl", "clipped": "completions/clipped_ratio", "share": "aqn/share",
+    "expected_kl": "aqn/expected_kl",
     "seconds_rollout": "seconds/rollout", "seconds_update": "seconds/update",
 }  # fmt: skip
 STEP = re.compile(r"^step (\d+) of \d+")
@@ -254,6 +256,7 @@ class Run:
             "seconds": round(time.perf_counter() - began, 1), **marks, "first_step_s": times[0] if times else None,
             "seconds_per_step": round((times[-1] - times[0]) / (len(times) - 1), 2) if len(times) > 1 else None,
             "warnings": list(dict.fromkeys(map(self.bench.clean, warned))),
+            "dominant": re.findall(r"(\d+) % of it from (\S+?)(?=,|$)", "\n".join(lines), re.MULTILINE),
             "probes": list(dict.fromkeys(text for level, _, text in said if level == "INFO")),
             **{name: results.get(name) for name in ("steps", "before", "after", "difference", "train_seconds")},
             "curves": {
@@ -371,6 +374,22 @@ def markdown() -> str:
     )
 
 
+def noise() -> str:
+    """The table of docs/source/noise.md."""
+    lines = ["| model | setting | % of the norms' rms | KL at start | KL in rollouts | norms with over 20 % of it |"]
+    lines += ["|---|---|---:|---:|---:|---|"]
+    records = [json.loads(path.read_text()) for path in sorted((RESULTS / "noise_units").glob("*.json"))]
+    for row in sorted((row for record in records for row in record["runs"]), key=lambda row: row["model"]):
+        share, expected, found = (row["curves"][key] for key in ("share", "expected_kl", "mismatch_kl"))
+        figures = f"{100 * share[0]:.2g} | {expected[0]:.2g} | {sum(found) / len(found):.2g}"
+        warned = " (warns)" if any("nats per token" in text for text in row["warnings"]) else ""
+        units = re.findall(r"--aqn_(scale|sigma_start|target_kl) (\S+)", row["command"])
+        named = ", ".join(f"`{norm.removeprefix('model.')}` {size} %" for size, norm in row["dominant"])
+        lines.append(f"| {row['model']} | {', '.join(map(' '.join, units))}{warned} | {figures} | {named} |")
+    made = "; ".join(sorted({f"{record['device']}, commit {record['commit'][:7]}" for record in records}))
+    return "\n".join(lines) + f"\n\nNats per token, untrained policies, constant sigma, three rollouts. {made}."
+
+
 def main() -> None:
     if sys.argv[1:2] in (["refer"], ["reload"]):
         return {"refer": refer, "reload": reload}[sys.argv[1]](*sys.argv[2:])
@@ -383,6 +402,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4, help="Runs on the GPU at a time.")
     parser.add_argument("--timeout", type=float, default=420.0, help="Time limit of one command in seconds.")
     parser.add_argument("--cpu", action="store_true", help="The embedded model, two steps, without vLLM.")
+    parser.add_argument("--measure-noise", action="store_true", help="Only train.")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
     options = parser.parse_args()
     if options.cpu:
@@ -405,7 +425,7 @@ def main() -> None:
     def entire(run: Run) -> None:
         try:
             run.train()
-            if run.row["trained"]:
+            if run.row["trained"] and not options.measure_noise:
                 run.products()
         except Exception as error:  # the other runs continue
             run.row["error"] = bench.clean(f"{type(error).__name__}: {error}")

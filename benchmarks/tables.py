@@ -18,7 +18,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import kernel_tables  # noqa: E402
 import learning  # noqa: E402
-import noise_units  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
 import real_models  # noqa: E402
@@ -179,7 +178,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "humming": kernel_tables.humming,
     "kernels": kernel_tables.kernels,
     "multi_gpu": speed_tables.multi_gpu,
-    "noise": noise_units.markdown,
+    "noise": real_models.noise,
     "notebooks": peers_tables.notebooks,
     "peers": peers_tables.peers,
     "plan": speed_tables.plan,
