@@ -98,7 +98,7 @@ class Verifier:
         self.__name__ = f"reasoning_gym_{name}"
         self.verify = gym(name, **settings).score_answer
 
-    def __call__(self, answer: str, reference: str, metadata: str) -> float:
+    def __call__(self, answer: str, reference: str, metadata: str = "{}") -> float:
         answer = _undressed(answer)
         if _number(answer) is not None and "," not in reference:  # several verifiers read 1,200 as 1
             answer = answer.replace("$", "").replace(",", "").strip().rstrip(".")
