@@ -209,9 +209,10 @@ class Run:
 
         options = self.bench.options
         given = {"model_name_or_path": self.model, "task": options.task, "output_dir": self.place / folder}
-        given |= ARMS[RUNS[self.run]] | (ON_CPU if options.cpu else SETTINGS)
+        own = {"eval_problems": SETTINGS["eval_problems"], "seed": SETTINGS["seed"]}  # the rest is the recipe's
+        given |= ARMS[RUNS[self.run]] | (ON_CPU if options.cpu else SETTINGS if options.recipe == RECIPE else own)
         start = ["accelerate", "launch", *(["--cpu"] if options.cpu else []), "examples/grpo_gsm8k.py"]
-        recipe = "examples/configs/embedded.yaml" if options.cpu else RECIPE
+        recipe = "examples/configs/embedded.yaml" if options.cpu else options.recipe
         return [*start, "--config", recipe, *words(given), *last, *options.extra]
 
     def train(self) -> None:
@@ -396,6 +397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs=3, action="append", metavar=("NAME", "FOLDER", "SHA256"), default=[])
     parser.add_argument("--task", help="YAML file of the task.")
+    parser.add_argument("--recipe", default=RECIPE, help="Another one keeps its own settings.")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "real_models")
