@@ -48,7 +48,7 @@ SCALES = ("absolute", "relative")
 #: least share of the noise's KL for which a norm is named at start; groups per step of the search for it
 _DOMINANT, _GROUPS = 0.2, 8
 #: tokens sampled to measure the noise, after the last ones of a prompt
-_NEW_TOKENS, _PROMPT_TOKENS = 48, 192
+_NEW_TOKENS, _PROMPT_TOKENS = 32, 192
 #: KL in nats per token from which a warning is logged at start
 _UNREADABLE = 1.0
 
@@ -286,18 +286,24 @@ class AQNCallback(TrainerCallback):
         ids = torch.tensor([prompt[-length:] for prompt in prompts], device=device)
         scales = self._rms if self.scale == "relative" else dict.fromkeys(self._rms, 1.0)
 
-        def forward(rows: int) -> torch.Tensor:
-            return model(input_ids=ids[:rows], use_cache=False).logits[:, length - 1 : -1] / temperature
+        def forward(pair: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=pair, use_cache=False).logits[:, length - 1 : -1] / temperature
 
-        def kl_of(sigma: float, names: Sequence[str], rows: int = len(prompts)) -> float:
-            with self.under(NoiseDraw(sigma, self._seed, 0, 0, {n: scales[n] * (n in names) for n in scales})):
-                pairs = zip(forward(rows), clean, sampled, strict=False)
-            return sum(_kl(noisy[own], before[own]) for noisy, before, own in pairs) / int(sampled[:rows].sum())
+        def kl_of(sigma: float, names: Sequence[str], pairs: int) -> float:
+            total = 0.0
+            for number in range(pairs):  # a draw for each: their effects differ
+                with self.under(NoiseDraw(sigma, self._seed, 0, number, {n: scales[n] * (n in names) for n in scales})):
+                    rows = zip(forward(ids[2 * number :][:2]), clean[number], sampled[2 * number :], strict=False)
+                total += sum(_kl(noisy[own], before[own]) for noisy, before, own in rows)
+            return total / int(sampled[: 2 * pairs].sum())
 
-        def dominant(names: Sequence[str], whole: float) -> Iterator[tuple[str, float]]:
+        def dominant(names: Sequence[str], whole: float = 0.0) -> Iterator[tuple[str, float]]:
             step = -(-len(names) // _GROUPS)
-            for part in (names[i : i + step] for i in range(0, len(names), step)):
-                if (share := kl_of(sigma, part, 2) / whole) > _DOMINANT:
+            parts = [names[i : i + step] for i in range(0, len(names), step)]
+            found = [kl_of(sigma, part, 1) for part in parts]
+            whole = whole or sum(found) or 1.0
+            for part, share in zip(parts, (each / whole for each in found), strict=True):
+                if share > _DOMINANT:
                     yield from [(part[0], share)] if len(part) == 1 else dominant(part, whole)
 
         with (
@@ -313,15 +319,14 @@ class AQNCallback(TrainerCallback):
             ends = torch.tensor(cast(Any, model).generation_config.eos_token_id or -1, device=device)
             ended = torch.isin(ids[:, length:], ends).int()
             sampled = ended.cumsum(1) == ended
-            clean, sigma = forward(len(prompts)), self.schedule.sigma_max
-            kl = kl_of(sigma, self.norms)
+            clean, sigma = [forward(pair) for pair in ids.split(2)], self.schedule.sigma_max
+            kl = kl_of(sigma, self.norms, len(clean))
             for _ in range(8):
                 if self.target_kl is None or abs(kl / self.target_kl - 1) < 0.02:
                     break
                 sigma *= min(max((self.target_kl / max(kl, 1e-9)) ** 0.5, 0.1), 10.0)
-                kl = kl_of(sigma, self.norms)
-            whole = kl_of(sigma, self.norms, 2)
-            self.dominant = dict(dominant(self.norms, whole)) if whole > 0 else {}
+                kl = kl_of(sigma, self.norms, len(clean))
+            self.dominant = dict(dominant(self.norms))
         same = [sigma, kl]  # as on the main process: sigma must not differ in the last bit
         sigma, self.kl = broadcast_object_list(same)
         self._scale_to(sigma)
