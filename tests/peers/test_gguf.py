@@ -16,7 +16,7 @@ def test_the_page_says_what_was_measured():
     assert f"all {TABLE['tensors']} tensors" in page and f"gguf {TABLE['versions']['gguf']}" in page
 
 
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="needs convert_hf_to_gguf.py (LLAMA_CPP)")
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="needs llama.cpp, see peers.gguf")
 def test_a_merge_is_converted(tmp_path):
     found = gguf.convert(tmp_path)
     assert found == {name: TABLE[name] for name in found}
