@@ -260,7 +260,7 @@ def test_sigma_is_found_for_a_kl_and_a_dominant_norm_is_named(scale):
     callback = AQNCallback(sigma_start=0.1, sigma_end=0.01, scale=scale, target_kl=1e-3)
     callback.attach(model)
     callback.measure(model, [[*range(start, start + 12)] for start in range(2, 50, 12)], temperature=0.7)
-    assert callback.kl == pytest.approx(1e-3, rel=0.02)
+    assert callback.kl == pytest.approx(1e-3, rel=0.05)
     assert callback.schedule.sigma_start == pytest.approx(10 * callback.schedule.sigma_end)
     assert ("model.layers.0.input_layernorm" in callback.dominant) == (scale == "absolute")
     assert f"KL {callback.kl:.2g} nats" in str(callback) and small.weight.detach().abs().max() < 0.1

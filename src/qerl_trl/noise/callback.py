@@ -321,10 +321,14 @@ class AQNCallback(TrainerCallback):
             sampled = ended.cumsum(1) == ended
             clean, sigma = [forward(pair) for pair in ids.split(2)], self.schedule.sigma_max
             kl = kl_of(sigma, self.norms, len(clean))
-            for _ in range(8):
-                if self.target_kl is None or abs(kl / self.target_kl - 1) < 0.02:
+            below, above = 0.0, math.inf
+            for _ in range(12):
+                if self.target_kl is None or abs(kl / self.target_kl - 1) < 0.05:
                     break
+                below, above = (max(below, sigma), above) if kl < self.target_kl else (below, min(above, sigma))
                 sigma *= min(max((self.target_kl / max(kl, 1e-9)) ** 0.5, 0.1), 10.0)
+                if not below < sigma < above:  # steeper than its square
+                    sigma = (below * above) ** 0.5
                 kl = kl_of(sigma, self.norms, len(clean))
             self.dominant = dict(dominant(self.norms))
         same = [sigma, kl]  # as on the main process: sigma must not differ in the last bit
