@@ -66,15 +66,32 @@ def quantize(
     print_result(content, as_json, lines)
 
 
-def _problems(text: Path | str, tokenizer: Any) -> Any:
-    """Return the file, or the held-out problems of a task; the tokenizer gets the task's chat template."""
+def _batches(text: Path | str, tokenizer: Any, limit: int = 64, template: dict[str, Any] | None = None) -> list[Any]:
+    """Return token ids (1, T) of the first problems of a .jsonl file or a task, with their answers if any, or of the
+    first pieces of 128 tokens of a .txt file. The tokenizer gets the task's chat template."""
+    from qerl_trl.tasks import data
+    from qerl_trl.tasks.evaluation import prompt_texts
     from qerl_trl.tasks.task import Task
 
-    if isinstance(text, Path) or text.endswith((".txt", ".jsonl")):
-        return Path(text)
-    task = Task.read(task_file(text))
-    task.prepared(tokenizer)
-    return task.splits()[1].to_list()
+    file = Path(text)
+    if file.suffix == ".txt":
+        return [*tokenizer(file.read_text(), return_tensors="pt")["input_ids"].split(128, dim=1)][:limit]
+    if isinstance(text, Path) or file.suffix == ".jsonl":
+        rows = data.first(data.read(file, as_text=data.ANSWERS)["train"], limit)
+        column = None if {*data.QUESTIONS} & {*rows.column_names} else "text"
+        problems = data.with_prompts(rows, prompt_column=column, needs_answer=False, named=text)
+    else:
+        task = Task.read(task_file(text))
+        task.prepared(tokenizer)
+        problems = data.first(task.splits()[1], limit)
+    texts = ["".join(message["content"] for message in prompt) for prompt in problems["prompt"]]
+    if tokenizer.chat_template:
+        texts = prompt_texts(tokenizer, problems["prompt"], template or {})
+    if "answer" in problems.column_names:
+        texts = [
+            f"{text}{'' if answer is None else answer}" for text, answer in zip(texts, problems["answer"], strict=True)
+        ]
+    return [tokenizer(each, return_tensors="pt", add_special_tokens=False)["input_ids"] for each in texts]
 
 
 def _damage(text: str, rows: int, model: str, destination: Path, options: tuple) -> tuple[dict, list[str]]:
@@ -82,9 +99,7 @@ def _damage(text: str, rows: int, model: str, destination: Path, options: tuple)
     from qerl_trl.publish import distance, load
 
     source, quantized = (load.load_any(str(each), *options) for each in (model, destination))
-    tokenizer: Any = source.tokenizer
-    batches = distance.prompt_batches(_problems(text, tokenizer), tokenizer, limit=rows)
-    measured = distance.damage(source.model, quantized.model, batches)
+    measured = distance.damage(source.model, quantized.model, _batches(text, source.tokenizer, rows))
     distance.add_to_report(destination, measured)
     before, after = measured["source"], measured["quantized"]
     worst = sorted(measured["output_errors"].items(), key=lambda item: -item[1])[:3]
@@ -157,8 +172,7 @@ def merge(
     if measures:
         assert policy.tokenizer is not None  # set by load_policy
         tokenizer = copy.copy(policy.tokenizer)  # the policy's own tokenizer is written with the run's template
-        problems = _problems(task or cast(Path, prompts), tokenizer)
-        batches = distance.prompt_batches(problems, tokenizer, recorded_template_kwargs(policy.settings))
+        batches = _batches(task or cast(Path, prompts), tokenizer, 64, recorded_template_kwargs(policy.settings))
         trained = distance.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
             base_kl = distance.logit_distance(trained, distance.logits_of(policy.model, batches))["kl_nats_per_token"]
