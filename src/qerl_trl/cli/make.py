@@ -53,7 +53,9 @@ def quantize(
     train.print_result(content, as_json, lines)
 
 
-def _batches(text: Path | str, tokenizer: Any, limit: int = 64, template: dict[str, Any] | None = None) -> list[Any]:
+def prompt_batches(
+    text: Path | str, tokenizer: Any, limit: int = 64, template: dict[str, Any] | None = None
+) -> list[Any]:
     """Return token ids (1, T) of the first problems of a .jsonl file or a task, with their answers if any, or of the
     first pieces of 128 tokens of a .txt file. The tokenizer gets the task's chat template."""
     from qerl_trl.tasks import data
@@ -86,7 +88,7 @@ def _damage(text: str, rows: int, model: str, destination: Path, options: tuple)
     from qerl_trl.publish import distance, load
 
     source, quantized = (load.load_any(str(each), *options) for each in (model, destination))
-    measured = distance.damage(source.model, quantized.model, _batches(text, source.tokenizer, rows))
+    measured = distance.damage(source.model, quantized.model, prompt_batches(text, source.tokenizer, rows))
     distance.add_to_report(destination, measured)
     before, after = measured["source"], measured["quantized"]
     worst = sorted(measured["output_errors"].items(), key=lambda item: -item[1])[:3]
@@ -159,7 +161,7 @@ def merge(
     if measures:
         assert policy.tokenizer is not None  # set by load_policy
         tokenizer = copy.copy(policy.tokenizer)  # the policy's own tokenizer is written with the run's template
-        batches = _batches(task or cast(Path, prompts), tokenizer, 64, recorded_template_kwargs(policy.settings))
+        batches = prompt_batches(task or cast(Path, prompts), tokenizer, 64, recorded_template_kwargs(policy.settings))
         trained = distance.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
             base_kl = distance.logit_distance(trained, distance.logits_of(policy.model, batches))["kl_nats_per_token"]

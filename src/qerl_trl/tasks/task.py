@@ -107,8 +107,8 @@ class Task:
             self.reward_funcs = [self.reward_funcs]
         if self.answer_format not in grading.FORMS:
             raise ValueError(
-                f"answer_format={self.answer_format!r} is none of {', '.join(grading.FORMS)}. Pass 'marked' for one after "
-                "#### or in a box, 'whole' for a whole text, 'last' for its last number or word."
+                f"answer_format={self.answer_format!r} is none of {', '.join(grading.FORMS)}. Pass 'marked' for "
+                "answers after #### or in a box, 'whole' for a whole text, 'last' for its last number or word."
             )
         if self._gym and self.answer_format == "marked" and self.system_prompt is None:
             self.system_prompt = grading.BOXED_PROMPT
