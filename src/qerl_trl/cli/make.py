@@ -53,9 +53,7 @@ def quantize(
     train.print_result(content, as_json, lines)
 
 
-def prompt_batches(
-    text: Path | str, tokenizer: Any, limit: int = 64, template: dict[str, Any] | None = None
-) -> list[Any]:
+def prompt_batches(text: Path | str, tokenizer: Any, limit: int = 64, template: Any = None) -> list[Any]:
     """Return token ids (1, T) of the first problems of a .jsonl file or a task, with their answers if any, or of the
     first pieces of 128 tokens of a .txt file. The tokenizer gets the task's chat template."""
     from qerl_trl.tasks import data

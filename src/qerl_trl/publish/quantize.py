@@ -281,9 +281,8 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
 def _beside(folder: Path) -> list[Path]:
     """Return the files to copy unchanged."""
     files = {file.name: file for pattern in _COPIED_PATTERNS for file in folder.glob(pattern)}
-    measured = {
-        name for name, file in files.items() if file.match(records.EVALUATIONS)
-    }  # of the model before quantization
+    # measured on the model before quantization
+    measured = {name for name, file in files.items() if file.match(records.EVALUATIONS)}
     left = {*_NOT_COPIED, *measured}
     return [file for name, file in sorted(files.items()) if name not in left and not name.endswith(".index.json")]
 
