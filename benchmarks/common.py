@@ -43,13 +43,10 @@ def command() -> str:
 
 def commit(said: str | None = None) -> str | None:
     """Commit of the code: the option `said`, BENCH_COMMIT, or git's; None if unknown."""
+    if known := said or os.environ.get("BENCH_COMMIT"):
+        return known
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return (
-        said
-        or os.environ.get("BENCH_COMMIT")
-        or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        or None
-    )
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def machine(device: str) -> str | None:

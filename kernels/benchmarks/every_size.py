@@ -170,18 +170,11 @@ def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline:
         times = times_us([*(call for _, call in calls), bf16], matrix.copies, 3, 8)
         measured = [{"config": c, "us": round(us, 2)} for (c, _), us in zip(calls, times[:-1], strict=True)]
         measured.sort(key=lambda m: m["us"])
-        rows.append(
-            {
-                "matrix": name,
-                "N": N,
-                "K": K,
-                "M": M,
-                "rows": lora_rows,
-                "bf16_us": round(times[-1], 2),
-                "shipped_us": next((m["us"] for m in measured if m["config"] == now), None),
-                "candidates": measured,
-            }
-        )
+        row = {
+            "matrix": name, "N": N, "K": K, "M": M, "rows": lora_rows, "bf16_us": round(times[-1], 2),
+            "shipped_us": next((m["us"] for m in measured if m["config"] == now), None), "candidates": measured,
+        }  # fmt: skip
+        rows.append(row)
         if measured:
             best = measured[0]
             print(
@@ -207,16 +200,11 @@ class Layers:
         self.packed, self.dense, self.adapters = [], [], []
         for i in range(self.copies):
             self.packed.append({n: timing.random_weight(N, K, i, device) for n, (N, K) in shapes.items()})
-            self.adapters.append(
-                {
-                    n: (
-                        torch.randn(RANK * len(self.splits.get((N, K), (N,))), K, device=device).bfloat16()
-                        / math.sqrt(K),
-                        torch.randn(N, RANK, device=device, dtype=torch.bfloat16),
-                    )
-                    for n, (N, K) in shapes.items()
-                }
-            )
+            adapters = {}
+            for n, (N, K) in shapes.items():
+                a = torch.randn(RANK * len(self.splits.get((N, K), (N,))), K, device=device).bfloat16() / math.sqrt(K)
+                adapters[n] = a, torch.randn(N, RANK, device=device, dtype=torch.bfloat16)
+            self.adapters.append(adapters)
         for _ in range(min(self.copies, 8)):
             self.dense.append(
                 {n: torch.randn(N, K, device=device, dtype=torch.bfloat16) * 0.02 for n, (N, K) in shapes.items()}
@@ -261,18 +249,14 @@ def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
         chosen = {n: shipped(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
         calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
         ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
-        rows.append(
-            {
-                "model": model,
-                "M": M,
-                "ours_us": round(ours, 2),
-                "bf16_us": round(bf16, 2),
-                "glue_us": round(glue, 2),
-                "ratio": round(bf16 / ours, 3),
-                "products": round((bf16 - glue) / (ours - glue), 3) if ours > glue else None,
-                "chosen": {n: tune.short(c) for n, c in chosen.items()},
-            }
-        )
+        row = {
+            "model": model, "M": M,
+            "ours_us": round(ours, 2), "bf16_us": round(bf16, 2), "glue_us": round(glue, 2),
+            "ratio": round(bf16 / ours, 3),
+            "products": round((bf16 - glue) / (ours - glue), 3) if ours > glue else None,
+            "chosen": {n: tune.short(c) for n, c in chosen.items()},
+        }  # fmt: skip
+        rows.append(row)
         print({k: v for k, v in rows[-1].items() if k != "chosen"}, flush=True)
     return rows
 
@@ -314,11 +298,8 @@ def main() -> None:
     parser.add_argument("--sizes", default="", help="numbers of tokens at which all candidates are timed")
     parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
     parser.add_argument("--seconds", type=float, default=220)
-    parser.add_argument(
-        "--layers-only",
-        action="store_true",
-        help="time layers with the shipped kernels at every multiple of 8, no candidates",
-    )
+    layers_only = "time layers with the shipped kernels at every multiple of 8, no candidates"
+    parser.add_argument("--layers-only", action="store_true", help=layers_only)
     parser.add_argument(
         "--probe-seconds", type=float, default=PROBE_SECONDS, help="a variant that takes longer to compile is left out"
     )
@@ -348,18 +329,13 @@ def main() -> None:
     import triton
 
     result = {
-        "device": torch.cuda.get_device_name(0) if on_gpu else "CPU, a dry run",
-        "multiprocessors": sms,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(),
+        "device": torch.cuda.get_device_name(0) if on_gpu else "CPU, a dry run", "multiprocessors": sms,
+        "torch": torch.__version__, "triton": triton.__version__, "commit": commit(),
         "command": " ".join(["every_size.py", *(Path(word).name for word in sys.argv[1:])]),
         "lora_rank": RANK,
         "cost_model": hashlib.sha256(cost.FACTORS.read_bytes()).hexdigest()[:16],
-        "variants_left_out": {},
-        "matrices": [],
-        "layers": [],
-    }
+        "variants_left_out": {}, "matrices": [], "layers": [],
+    }  # fmt: skip
 
     def save() -> None:
         write(args.out, result)

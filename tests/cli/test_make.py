@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl.checkpoint import seal
 from qerl_trl.checkpoint.fingerprint import base_sha256
-from qerl_trl.publish import distance
-from qerl_trl.publish.distance import logits_of, prompt_batches
+from qerl_trl.cli import make
+from qerl_trl.publish.distance import logits_of
 from qerl_trl.publish.load import load_any, load_policy
 from qerl_trl.publish.quantize import REPORT_NAME
 from tests.faults.tiny_runs import call, fails, works
@@ -51,7 +51,7 @@ def test_quantize_reports_its_damage(tiny_model_dir, tiny_tokenizer, tmp_path):
     assert found[0]["if_dense"]["v_proj"]["kl_nats_per_token"] == pytest.approx(kl, rel=1e-4)
     assert "q_proj k_proj v_proj" in found[0]["if_dense"] and "v_proj" not in found[1]["if_dense"]
     source, quantized = (load_any(str(each), dtype="float32").model for each in (model, tmp_path / "all"))
-    (ids,), inputs, name = prompt_batches(text, tiny_tokenizer), [], "model.layers.1.mlp.down_proj"
+    (ids,), inputs, name = make.prompt_batches(text, tiny_tokenizer), [], "model.layers.1.mlp.down_proj"
     source.get_submodule(name).register_forward_pre_hook(lambda layer, given: inputs.append(given[0]))
     with torch.no_grad():
         p, q = (each(ids).logits[0, :-1].log_softmax(-1) for each in (source, quantized))
@@ -129,14 +129,14 @@ def test_merge_and_eval_ask_as_the_run_and_the_task_do(save_run, tiny_tokenizer,
         write_rows(tmp_path / f"{split}.jsonl", *rows)
     lines = ["dataset_name: .", "grader: exact", "chat_template_path: own.jinja", "system_prompt: In words."]
     (tmp_path / "task.yaml").write_text("\n".join(lines))
-    asked, batches_of = [], distance.prompt_batches
+    asked, batches_of = [], make.prompt_batches
 
     def prompt_batches(*arguments):
         batches = batches_of(*arguments)
         asked.append([tiny_tokenizer.decode(ids[0]) for ids in batches])
         return batches
 
-    monkeypatch.setattr(distance, "prompt_batches", prompt_batches)
+    monkeypatch.setattr(make, "prompt_batches", prompt_batches)
     of_the_task = ["--task", tmp_path / "task.yaml"]
     for source, target, form in (("run", "again", "adapter"), ("again", "merged", "bf16")):
         code, _, err = call("merge", tmp_path / source, tmp_path / target, "--as", form, *of_the_task)

@@ -80,7 +80,7 @@ def untested(use_vllm: bool = True) -> list[Problem]:
 
 
 def gpu() -> list[Problem]:
-    """Check driver, compute capability, the machine code in this PyTorch, and our kernels."""
+    """Check driver, compute capability and our kernels; PyTorch itself warns if it has no machine code for the GPU."""
     if not torch.cuda.is_available():
         reason = _why_no_cuda()
         if "too old" in reason:
@@ -93,13 +93,6 @@ def gpu() -> list[Problem]:
     if major < 8:
         what = f"{name} has compute capability {major}.{minor}, without bf16 matrix units."
         return [Problem(what, "Use a GPU of the Ampere generation (8.0) or newer.", fatal=True)]
-    built = torch.cuda.get_arch_list()
-    if built and not any(_runs(code, major, minor) for code in built):
-        what = (
-            f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), "
-            f"only {', '.join(built)}."
-        )
-        return [Problem(what, "Install a PyTorch for a CUDA version that supports this GPU.", fatal=True)]
     device = torch.device("cuda", torch.cuda.current_device())
     if linear.kernels_for(device) is None:
         what = f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}."
@@ -147,16 +140,6 @@ def _why_no_cuda() -> str:
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return "none is visible"
-
-
-def _runs(code: str, major: int, minor: int) -> bool:
-    """True if machine code ("sm_90", "sm_90a") or intermediate code ("compute_80") runs on this compute capability."""
-    kind, _, number = code.partition("_")
-    digits = number.rstrip("af")
-    if not digits.isdigit():
-        return True  # another vendor
-    theirs = divmod(int(digits), 10)
-    return theirs <= (major, minor) and (kind == "compute" or theirs[0] == major)
 
 
 def shared_memory() -> list[Problem]:

@@ -8,20 +8,7 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from ..support.recipes import task_file
-from .train import (
-    AllowOtherBase,
-    AsJson,
-    BaseFormat,
-    BaseModel,
-    DatasetName,
-    Device,
-    Overwrite,
-    TrustRemoteCode,
-    WrittenDtype,
-    note,
-    print_result,
-    progress_bar,
-)
+from . import train
 
 
 def quantize(
@@ -29,16 +16,16 @@ def quantize(
     destination: Annotated[Path, typer.Argument(help="Folder to write (compressed-tensors NVFP4).")],
     scale_rule: Annotated[str, typer.Option(help="rtn, four_over_six or neighbor_sweep.")] = "rtn",
     skip: Annotated[list[str] | None, typer.Option(help="Layers to leave dense: names, patterns. Repeatable.")] = None,
-    device: Device = "cpu",
+    device: train.Device = "cpu",
     workers: Annotated[int | None, typer.Option(help="Layers worked on at a time. Default: by the machine.")] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Size of a shard, in GB.")] = 2.0,
     report_kl: Annotated[
         str | None, typer.Option(help="Text (.txt, .jsonl, task) to measure KL on. Loads both models in float32.")
     ] = None,
     report_rows: Annotated[int, typer.Option(min=1, help="Problems, or pieces of 128 tokens, of it.")] = 16,
-    overwrite: Overwrite = False,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: AsJson = False,
+    overwrite: train.Overwrite = False,
+    trust_remote_code: train.TrustRemoteCode = False,
+    as_json: train.AsJson = False,
 ) -> None:
     """Quantize a model to NVFP4, readable by transformers and vLLM. Killed? The same command continues."""
     from qerl_trl.publish import card as cards
@@ -48,7 +35,7 @@ def quantize(
         cards.write(folder, cards.facts_of_quantization(folder, export), export)
 
     how = device, workers, int(max_shard_gb * 1e9), overwrite, trust_remote_code
-    with progress_bar("quantizing") as progress:
+    with train.progress_bar("quantizing") as progress:
         done = quantize_folder(model, destination, scale_rule, skip, *how, card=card, progress=progress)
     content: dict[str, Any] = {"destination": str(destination), **done.figures(), "not_quantized": done.skipped}
     lines = [
@@ -63,18 +50,35 @@ def quantize(
         options = device, "float32", trust_remote_code
         content["measured"], measured = _damage(report_kl, report_rows, model, destination, options)
         lines += measured
-    print_result(content, as_json, lines)
+    train.print_result(content, as_json, lines)
 
 
-def _problems(text: Path | str, tokenizer: Any) -> Any:
-    """Return the file, or the held-out problems of a task; the tokenizer gets the task's chat template."""
+def prompt_batches(text: Path | str, tokenizer: Any, limit: int = 64, template: Any = None) -> list[Any]:
+    """Return token ids (1, T) of the first problems of a .jsonl file or a task, with their answers if any, or of the
+    first pieces of 128 tokens of a .txt file. The tokenizer gets the task's chat template."""
+    from qerl_trl.tasks import data
+    from qerl_trl.tasks.evaluation import prompt_texts
     from qerl_trl.tasks.task import Task
 
-    if isinstance(text, Path) or text.endswith((".txt", ".jsonl")):
-        return Path(text)
-    task = Task.read(task_file(text))
-    task.prepared(tokenizer)
-    return task.splits()[1].to_list()
+    file = Path(text)
+    if file.suffix == ".txt":
+        return [*tokenizer(file.read_text(), return_tensors="pt")["input_ids"].split(128, dim=1)][:limit]
+    if isinstance(text, Path) or file.suffix == ".jsonl":
+        rows = data.first(data.read(file, as_text=data.ANSWERS)["train"], limit)
+        column = None if {*data.QUESTIONS} & {*rows.column_names} else "text"
+        problems = data.with_prompts(rows, prompt_column=column, needs_answer=False, named=text)
+    else:
+        task = Task.read(task_file(text))
+        task.prepared(tokenizer)
+        problems = data.first(task.splits()[1], limit)
+    texts = ["".join(message["content"] for message in prompt) for prompt in problems["prompt"]]
+    if tokenizer.chat_template:
+        texts = prompt_texts(tokenizer, problems["prompt"], template or {})
+    if "answer" in problems.column_names:
+        texts = [
+            f"{text}{'' if answer is None else answer}" for text, answer in zip(texts, problems["answer"], strict=True)
+        ]
+    return [tokenizer(each, return_tensors="pt", add_special_tokens=False)["input_ids"] for each in texts]
 
 
 def _damage(text: str, rows: int, model: str, destination: Path, options: tuple) -> tuple[dict, list[str]]:
@@ -82,9 +86,7 @@ def _damage(text: str, rows: int, model: str, destination: Path, options: tuple)
     from qerl_trl.publish import distance, load
 
     source, quantized = (load.load_any(str(each), *options) for each in (model, destination))
-    tokenizer: Any = source.tokenizer
-    batches = distance.prompt_batches(_problems(text, tokenizer), tokenizer, limit=rows)
-    measured = distance.damage(source.model, quantized.model, batches)
+    measured = distance.damage(source.model, quantized.model, prompt_batches(text, source.tokenizer, rows))
     distance.add_to_report(destination, measured)
     before, after = measured["source"], measured["quantized"]
     worst = sorted(measured["output_errors"].items(), key=lambda item: -item[1])[:3]
@@ -108,9 +110,9 @@ def merge(
         typer.Option("--as", help="The merge, dense or in 4 bits again; the NVFP4 base; the adapter as plain PEFT."),
     ] = "bf16",
     outtype: Annotated[Literal["bf16", "f16", "f32", "q8_0"], typer.Option(help="Weights of --as gguf.")] = "bf16",
-    base_model: BaseModel = None,
-    base_format: BaseFormat = None,
-    allow_other_base: AllowOtherBase = False,
+    base_model: train.BaseModel = None,
+    base_format: train.BaseFormat = None,
+    allow_other_base: train.AllowOtherBase = False,
     onto_original: Annotated[
         bool, typer.Option("--onto-original", help="Merge onto the unquantized base: another model. Needs --prompts.")
     ] = False,
@@ -123,12 +125,12 @@ def merge(
     force: Annotated[
         bool, typer.Option("--force", help="An NVFP4 merge even if nothing of the adapter is left.")
     ] = False,
-    dataset: DatasetName = None,
-    dtype: WrittenDtype = None,
-    device: Device = "cpu",
-    trust_remote_code: TrustRemoteCode = False,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    dataset: train.DatasetName = None,
+    dtype: train.WrittenDtype = None,
+    device: train.Device = "cpu",
+    trust_remote_code: train.TrustRemoteCode = False,
+    overwrite: train.Overwrite = False,
+    as_json: train.AsJson = False,
 ) -> None:
     """Turn a run into something to publish: merged model, adapter or base, with a card."""
     from peft import PeftModel
@@ -157,8 +159,7 @@ def merge(
     if measures:
         assert policy.tokenizer is not None  # set by load_policy
         tokenizer = copy.copy(policy.tokenizer)  # the policy's own tokenizer is written with the run's template
-        problems = _problems(task or cast(Path, prompts), tokenizer)
-        batches = distance.prompt_batches(problems, tokenizer, recorded_template_kwargs(policy.settings))
+        batches = prompt_batches(task or cast(Path, prompts), tokenizer, 64, recorded_template_kwargs(policy.settings))
         trained = distance.logits_of(policy.model, batches)
         with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
             base_kl = distance.logit_distance(trained, distance.logits_of(policy.model, batches))["kl_nats_per_token"]
@@ -173,7 +174,7 @@ def merge(
     def card(folder: Path, record: Export) -> None:
         cards.write(folder, facts, record)
 
-    with progress_bar("writing") as progress:
+    with train.progress_bar("writing") as progress:
         if form == "adapter":
             done = export.save_adapter(policy, destination, base_model=base_model, overwrite=overwrite, card=card)
         elif form == "base":
@@ -181,7 +182,7 @@ def merge(
         elif form == "nvfp4":
             rule = policy.settings.get("scale_rule", "rtn")
             done = export.save_merged_nvfp4(
-                policy, destination, None, rule, force, overwrite, card=card, progress=progress, notify=note
+                policy, destination, None, rule, force, overwrite, card=card, progress=progress, notify=train.note
             )
         else:
             weights = dtype or "bfloat16"
@@ -206,7 +207,7 @@ def merge(
             f"base without the adapter {base_kl:.3g}), same greedy token {100 * measured['same_greedy_token']:.1f} %"
         )
     stack.close()  # converts
-    print_result(content, as_json, lines)
+    train.print_result(content, as_json, lines)
 
 
 def push(
@@ -218,11 +219,11 @@ def push(
     repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],
     public: Annotated[bool, typer.Option("--public", help="Visible to everybody. Default: private.")] = False,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base, where the run had a folder.")] = None,
-    allow_other_base: AllowOtherBase = False,
+    allow_other_base: train.AllowOtherBase = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Publish into a repository with other content.")] = False,
-    dataset: DatasetName = None,
-    as_json: AsJson = False,
+    dataset: train.DatasetName = None,
+    as_json: train.AsJson = False,
 ) -> None:
     """Publish to the Hugging Face Hub in one commit: announced first, private by default. Interrupted? Run it again."""
     from qerl_trl.checkpoint import seal
@@ -233,7 +234,7 @@ def push(
 
     kinds: dict[str, tuple[str, ...]] = {**FORMS, "merged": MERGED_KINDS, "model": ()}
     kind = seal.recorded_run(folder).get("kind")
-    options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": note}
+    options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": train.note}
     if what != "model":
         options |= {"base_model": base_model, "allow_other_base": allow_other_base}
     if kind is None and what in ("adapter", "model"):
@@ -250,4 +251,4 @@ def push(
             f"{folder} contains {found}, not something to push as {what}. Make one with qerl-trl merge or qerl-trl "
             "quantize."
         )
-    print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])
+    train.print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])

@@ -173,11 +173,7 @@ class Recomputation:
         made = plan_run(shape_of(model.config), work, before.gpu, model_bytes(model), before.max_model_len)
         made = dataclasses.replace(made, work=dataclasses.replace(made.work, kv_limit=before.work.kv_limit))
         trainer.memory_plan = made
-        logger.info(
-            "The memory plan changed with packing or compilation: %s. %s",
-            made.summary(),
-            made.verdict(),
-        )
+        logger.info("The memory plan changed with packing or compilation: %s. %s", made.summary(), made.verdict())
 
 
 class OutOfMemory:

@@ -16,21 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jinja2
 import yaml
 
-from ..checkpoint import seal
-from ..checkpoint.records import (
-    EVALUATIONS,
-    FACTS_NAME,
-    RESULTS_NAME,
-    Evaluation,
-    Export,
-    Facts,
-    Kind,
-    Results,
-    hardware,
-    is_hub_id,
-    public_name,
-    versions,
-)
+from ..checkpoint import records, seal
 from ..rollout.vllm.plugin import slot_of
 
 if TYPE_CHECKING:  # these modules import PEFT, which `qerl-trl quantize` does not need
@@ -38,7 +24,7 @@ if TYPE_CHECKING:  # these modules import PEFT, which `qerl-trl quantize` does n
     from .load import Exportable
 
 #: kind -> template
-TEMPLATES: dict[Kind, str] = {
+TEMPLATES: dict[records.Kind, str] = {
     "adapter": "adapter.md.jinja",
     "merged": "merged.md.jinja",
     "merged_other_base": "merged.md.jinja",
@@ -66,7 +52,7 @@ def template_folder() -> Path:
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
+def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> records.Facts:
     """Collect facts of a run's adapter from its files; [`write`] adapts them to other exports.
 
     Args:
@@ -74,13 +60,13 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
         settings: the run's recorded settings.
         dataset: Hub id or name of the training data; default: from results.json.
     """
-    kind: Kind = "merged" if settings.get("base_format") == "full" else "adapter"
-    facts: Facts = {"kind": kind, "settings": settings.copy(), **figures_of_run(Path(folder), settings)}
+    kind: records.Kind = "merged" if settings.get("base_format") == "full" else "adapter"
+    facts: records.Facts = {"kind": kind, "settings": settings.copy(), **figures_of_run(Path(folder), settings)}
     facts["dataset"] = dataset or facts.get("dataset")
     return facts
 
 
-def facts_of_quantization(folder: Path, export: Export) -> Facts:
+def facts_of_quantization(folder: Path, export: records.Export) -> records.Facts:
     """Collect facts of the NVFP4 base being written by `qerl-trl quantize` into `folder`: errors and sizes."""
     from .quantize import summary
 
@@ -92,7 +78,7 @@ def facts_of_quantization(folder: Path, export: Export) -> Facts:
     }
 
 
-def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
+def facts_of(exported: "Exportable", dataset: str | None = None) -> records.Facts:
     """Collect facts of a live trainer (its settings and log), or of a rebuilt policy."""
     from ..checkpoint.settings import loaded_by
     from .load import is_trainer, trained_policy_of
@@ -104,13 +90,13 @@ def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
         return {"kind": "adapter", "settings": settings, "dataset": dataset}
     args = exported.args
     facts = facts_of_run(args.output_dir or ".", settings, dataset)
-    facts["versions"] = versions()
+    facts["versions"] = records.versions()
     facts["log"] = log_summary(exported.state.log_history)
-    facts["hardware"] = hardware(args)
+    facts["hardware"] = records.hardware(args)
     return facts
 
 
-def write(folder: Path, facts: Facts, export: Export) -> None:
+def write(folder: Path, facts: records.Facts, export: records.Export) -> None:
     """Write README.md and the facts into an unfinished export."""
     facts = facts.copy()
     facts["kind"], facts["exported_with"] = export["kind"], export["exported_with"]
@@ -122,27 +108,27 @@ def write(folder: Path, facts: Facts, export: Export) -> None:
         for key in ("results", "evaluations", "log", "versions", "dataset"):
             facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
-    seal.write_json_atomically(folder / FACTS_NAME, _public(facts))
+    seal.write_json_atomically(folder / records.FACTS_NAME, _public(facts))
     (folder / "README.md").write_text(render(read_facts(folder) or {}))  # reads the file, as a later render does
 
 
-def read_facts(folder: Path) -> Facts | None:
+def read_facts(folder: Path) -> records.Facts | None:
     """Read the facts next to a card; `None` without any."""
-    path = folder / FACTS_NAME
+    path = folder / records.FACTS_NAME
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _public(facts: Facts) -> Facts:
+def _public(facts: records.Facts) -> records.Facts:
     """Return the facts without local paths."""
     facts = json.loads(json.dumps(facts))
     settings = facts.get("settings", {})
     if settings.get("model"):
-        settings["model"] = public_name(settings["model"])
+        settings["model"] = records.public_name(settings["model"])
     if dataset := facts.get("dataset"):
-        facts["dataset"] = public_name(dataset)
+        facts["dataset"] = records.public_name(dataset)
     for each in facts.get("evaluations") or []:
         if each.get("dataset"):
-            each["dataset"] = public_name(each["dataset"])
+            each["dataset"] = records.public_name(each["dataset"])
         each["protocol"]["dataset"] = each["dataset"]
     return facts
 
@@ -165,16 +151,16 @@ def _templates(folder: Path) -> jinja2.Environment:
     return environment
 
 
-def render(facts: Facts) -> str:
+def render(facts: records.Facts) -> str:
     """Render the card as Markdown with its YAML header."""
     model = facts["settings"].get("model") or ""
-    base = facts.get("base_model") or (model if is_hub_id(model) else None)
+    base = facts.get("base_model") or (model if records.is_hub_id(model) else None)
     facts = _public(facts)
     name = facts.get("repo_id") or facts.get("folder") or "path/to/this/folder"
     title = facts.get("title") or name.split("/")[-1]
     trainer_class, config_class = _TRAINER_CLASSES.get(facts["settings"].get("trainer", ""), _TRAINER_CLASSES["GRPO"])
     context = {
-        **dict.fromkeys(Facts.__annotations__),
+        **dict.fromkeys(records.Facts.__annotations__),
         **_lenient(facts),
         "title": title,
         "name": name,
@@ -199,7 +185,7 @@ def _slot(lora: "LoraSettings | None") -> int | None:
     return slot_of(max(lora["r"], *options.get("rank_pattern", {}).values(), 0))
 
 
-def _model_index(facts: Facts) -> list[dict[str, Any]]:
+def _model_index(facts: records.Facts) -> list[dict[str, Any]]:
     """Return results for the card's metadata: from `qerl-trl eval`, and the run's held-out accuracy."""
     found = []
     for each in facts.get("evaluations") or []:
@@ -238,7 +224,7 @@ def _lenient(value: Any) -> Any:
     return _Facts({key: _lenient(each) for key, each in value.items()}) if isinstance(value, dict) else value
 
 
-def _header(facts: Facts, base: str | None, title: str) -> str:
+def _header(facts: records.Facts, base: str | None, title: str) -> str:
     kind, settings, dataset = facts["kind"], facts["settings"], facts.get("dataset")
     trained = kind != "nvfp4_base"
     trainer = settings.get("trainer")
@@ -255,7 +241,7 @@ def _header(facts: Facts, base: str | None, title: str) -> str:
         header["base_model"] = base
         header["base_model_relation"] = _RELATIONS[kind]
     header["pipeline_tag"] = "text-generation"
-    if trained and dataset and is_hub_id(dataset):
+    if trained and dataset and records.is_hub_id(dataset):
         header["datasets"] = [dataset]
     header["tags"] = tags + [tag for tag in facts.get("extra_tags", []) if tag not in tags]
     # results of the adapter on its base, equal to the merge
@@ -274,16 +260,16 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch_kl")
 
 
-def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
+def figures_of_run(folder: Path, settings: "RunSettings") -> records.Facts:
     """Collect the facts in the files of `folder`: a run's folder, or a checkpoint in one.
 
     Args:
         settings: the run's recorded settings, `global_step` included.
     """
-    found: Facts = {}
+    found: records.Facts = {}
     # a checkpoint's figures are one level up; above a run's folder are those of other runs
     places = [folder, folder.parent] if _CHECKPOINT.fullmatch(folder.resolve().name) else [folder]
-    results = next((place / RESULTS_NAME for place in places if (place / RESULTS_NAME).is_file()), None)
+    results = next((place / records.RESULTS_NAME for place in places if (place / records.RESULTS_NAME).is_file()), None)
     content = None if results is None else _read(results)
     if results is not None and content is not None and (other := _of_another_run(content, settings)) is not None:
         _warn(f"{results} belongs to another run than {folder}: {other}. Its figures are left out of the card.")
@@ -297,7 +283,7 @@ def figures_of_run(folder: Path, settings: "RunSettings") -> Facts:
                 "card."
             )
         else:
-            found["results"] = cast(Results, known(content, Results))
+            found["results"] = cast(records.Results, known(content, records.Results))
             found["log"] = log_summary(content.get("log_history") or [])
     found["evaluations"] = _evaluations(folder, settings)
     return found
@@ -314,17 +300,17 @@ def _of_another_run(content: Mapping[str, Any], settings: "RunSettings") -> str 
     return None
 
 
-def _evaluations(folder: Path, settings: "RunSettings") -> list[Evaluation]:
+def _evaluations(folder: Path, settings: "RunSettings") -> list[records.Evaluation]:
     weights = functools.cache(lambda: seal.weights_sha256(folder))  # only read for a comparison
     found = []
-    for path in sorted(folder.glob(EVALUATIONS)):
+    for path in sorted(folder.glob(records.EVALUATIONS)):
         content = _read(path)
         if content is None:
             continue
         if (why := _of_another_model(content, settings, weights)) is not None:
             _warn(f"{path} {why}: it is left out of the card of {folder}. Measure again with qerl-trl eval.")
             continue
-        found.append(cast(Evaluation, known(content, Evaluation)))
+        found.append(cast(records.Evaluation, known(content, records.Evaluation)))
     return found
 
 

@@ -15,42 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint import seal
 from ..checkpoint.records import Measured
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.linear import NVFP4Linear
 from .quantize import REPORT_NAME
-
-
-def prompt_batches(
-    source: Path | Iterable[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    limit: int = 64,
-) -> list[torch.Tensor]:
-    """Return token ids (1, T) of the first problems of a .jsonl file or a task, with a worked solution if any, or of
-    the first pieces of 128 tokens of a .txt file."""
-    if isinstance(source, Path) and source.suffix == ".txt":
-        return [*tokenizer(source.read_text(), return_tensors="pt")["input_ids"].split(128, dim=1)][:limit]
-    lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
-    batches = []
-    for line in itertools.islice(lines, limit):
-        row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
-        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
-        if isinstance(row.get("prompt"), list):  # from a task, with its system message
-            question = row["prompt"]
-        if question is None:
-            raise ValueError(f"{source}: a line has {sorted(row)}; it needs question, problem, prompt or text.")
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        text = "".join(message["content"] for message in messages)
-        if tokenizer.chat_template:
-            asked = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
-            text = str(tokenizer.apply_chat_template(messages, **asked))
-        text += str(row.get("answer", ""))
-        batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
-    return batches
 
 
 @torch.no_grad()

@@ -41,20 +41,8 @@ from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import save_generation_config
 from ..support.names import full_tensor, is_sharded, reshard
-from . import merge
+from . import load, merge
 from . import write as writer
-from .load import (
-    ADAPTER_FILE,
-    Exportable,
-    TrainedPolicy,
-    is_trainer,
-    load_policy,
-    recorded_revision,
-    recorded_settings,
-    require_adapter,
-    require_whole,
-    trained_policy_of,
-)
 from .write import Job
 
 logger = logging.getLogger(__name__)
@@ -63,11 +51,11 @@ logger = logging.getLogger(__name__)
 WriteCard = Callable[[Path, Export], None]
 #: least share of the adapter's change kept by an NVFP4 merge
 MIN_KEPT_FRACTION = 0.25
-ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json")
+ADAPTER_FILES = (load.ADAPTER_FILE, "adapter_config.json")
 
 
 def save_adapter(
-    exported: Exportable,
+    exported: load.Exportable,
     folder: str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
     base_model: str | None = None,
@@ -76,7 +64,7 @@ def save_adapter(
 ) -> Export:
     """Save the adapter as plain PEFT with the tokenizer, naming `base_model`. Returns the manifest's record."""
 
-    def write(policy: TrainedPolicy) -> Export:
+    def write(policy: load.TrainedPolicy) -> Export:
         if not isinstance(policy.model, PeftModel):
             raise ValueError(
                 "This model has no adapter to save. After a run with base_format='full', export the folder that "
@@ -86,7 +74,7 @@ def save_adapter(
         export["base_model"] = base_model
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
-            require_finite(partial / ADAPTER_FILE)
+            require_finite(partial / load.ADAPTER_FILE)
             save_generation_config(partial, policy.transformers_model, policy.tokenizer)
             (partial / "README.md").unlink(missing_ok=True)  # PEFT's empty template
             _name_base(partial, policy.settings, base_model)
@@ -97,15 +85,15 @@ def save_adapter(
 
 def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = None) -> Export:
     """Export the adapter in a run's folder from its files alone, without loading the base."""
-    require_adapter(run)
-    require_whole(run)
-    export = _record("adapter", recorded_settings(run))
+    load.require_adapter(run)
+    load.require_whole(run)
+    export = _record("adapter", load.recorded_settings(run))
     with _staged(folder, export, True, None, card) as partial:
         ends = (file.name for file in run.glob("generation_config.json"))
         for name in (*ADAPTER_FILES, *ends, *seal.tokenizer_files(run)):
             (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(run / name, partial / name)
-        _name_base(partial, recorded_settings(run), None)
+        _name_base(partial, load.recorded_settings(run), None)
     return export
 
 
@@ -116,14 +104,14 @@ def _name_base(folder: Path, settings: RunSettings, base_model: str | None) -> N
     before = content.copy()
     if base_model is not None and base_model != content.get("base_model_name_or_path"):
         content["base_model_name_or_path"], content["revision"] = base_model, None
-    if (commit := recorded_revision(settings, content.get("base_model_name_or_path") or "")) is not None:
+    if (commit := load.recorded_revision(settings, content.get("base_model_name_or_path") or "")) is not None:
         content["revision"] = commit
     if content != before:
         seal.write_json_atomically(config, content)
 
 
 def save_merged(
-    exported: Exportable,
+    exported: load.Exportable,
     folder: str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | str = torch.bfloat16,
@@ -140,7 +128,7 @@ def save_merged(
     """
     written_as = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
-    def write(policy: TrainedPolicy) -> Export:
+    def write(policy: load.TrainedPolicy) -> Export:
         kind: Kind = "merged"
         trained_on, onto = policy.settings.get("base_format"), policy.settings.get("merged_onto")
         if onto is not None and trained_on is not None and onto != trained_on:
@@ -161,7 +149,7 @@ def save_merged(
 
 
 def save_base(
-    exported: Exportable,
+    exported: load.Exportable,
     folder: str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
@@ -171,7 +159,7 @@ def save_base(
 ) -> Export:
     """Save the frozen NVFP4 base without the adapter, byte for byte as trained on, in compressed-tensors' layout."""
 
-    def write(policy: TrainedPolicy) -> Export:
+    def write(policy: load.TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_base", folder)
         jobs, dtypes = [], {torch.bfloat16}
@@ -191,7 +179,7 @@ def save_base(
 
 
 def save_merged_nvfp4(
-    exported: Exportable,
+    exported: load.Exportable,
     folder: str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
     scale_rule: str = "rtn",
@@ -211,7 +199,7 @@ def save_merged_nvfp4(
         `ValueError`: less than `MIN_KEPT_FRACTION` survived, unless `force`. Nothing is published then.
     """
 
-    def write(policy: TrainedPolicy) -> Export:
+    def write(policy: load.TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_merged", folder)
         export["requantized_with"] = scale_rule
@@ -239,14 +227,14 @@ def save_merged_nvfp4(
 
 
 def _on_rank_zero(
-    exported: Exportable,
+    exported: load.Exportable,
     tokenizer: PreTrainedTokenizerBase | None,
-    write: Callable[[TrainedPolicy], Export],
+    write: Callable[[load.TrainedPolicy], Export],
     adapter_only: bool = False,
 ) -> Export:
     """Run `write` in the main process; the others wait, and fail if it failed."""
-    policy = trained_policy_of(exported, tokenizer)
-    if not is_trainer(exported):
+    policy = load.trained_policy_of(exported, tokenizer)
+    if not load.is_trainer(exported):
         return write(policy)
     sharded = is_sharded(policy.model)
     if sharded:
@@ -265,12 +253,12 @@ def _on_rank_zero(
 
 
 @contextmanager
-def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
+def _loaded_again(policy: load.TrainedPolicy) -> Iterator[load.TrainedPolicy]:
     """Rebuild a sharded policy on this process's CPU: load its base again, compare it, and add the adapter."""
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
         save_adapter(policy, adapter)
-        yield load_policy(adapter)._replace(tokenizer=policy.tokenizer)
+        yield load.load_policy(adapter)._replace(tokenizer=policy.tokenizer)
 
 
 @contextmanager
@@ -308,7 +296,7 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
         )
 
 
-def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
+def _require_nvfp4(policy: load.TrainedPolicy) -> NVFP4Config:
     if not has_nvfp4(policy.transformers_model):
         raise ValueError(
             "The base of this model is not NVFP4, so there are no 4-bit weights to save. Use qerl-trl quantize "
@@ -318,7 +306,7 @@ def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
 
 
 def _save_config(
-    folder: Path, policy: TrainedPolicy, dtype: torch.dtype, quantization: dict[str, Any] | None, jobs: list[Job]
+    folder: Path, policy: load.TrainedPolicy, dtype: torch.dtype, quantization: dict[str, Any] | None, jobs: list[Job]
 ) -> None:
     model = policy.transformers_model
     names = {spec.name for job in jobs for spec in job.specs}
@@ -335,7 +323,7 @@ def _save_config(
     save_generation_config(folder, model, policy.tokenizer)
 
 
-def _describe(policy: TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> Export:
+def _describe(policy: load.TrainedPolicy, kind: Kind, folder: str | os.PathLike) -> Export:
     """Make an export's record: with the run's settings, otherwise the model's."""
     settings, model = policy.settings.copy(), policy.model
     adapter = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None

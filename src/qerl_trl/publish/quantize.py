@@ -24,21 +24,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..checkpoint import fingerprint, seal
+from ..checkpoint import fingerprint, records, seal
 from ..checkpoint.fingerprint import Pieces, row_of
-from ..checkpoint.records import (
-    BEFORE_NAME,
-    EVALUATIONS,
-    FACTS_NAME,
-    RESULTS_NAME,
-    Export,
-    Quantization,
-    QuantizedLayer,
-    QuantizedNote,
-    is_hub_id,
-    public_name,
-    versions,
-)
 from ..model import loading
 from ..nvfp4 import checkpoints, headers
 from ..nvfp4.architectures import DECODER
@@ -63,10 +50,10 @@ _SLACK_BYTES = 400_000_000
 #: files of a model repository besides weights; no executable code
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
-    "config.json", headers.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
+    "config.json", headers.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", records.FACTS_NAME,
     # of a training run
     "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json",
-    RESULTS_NAME, BEFORE_NAME,
+    records.RESULTS_NAME, records.BEFORE_NAME,
 )  # fmt: skip
 
 
@@ -74,7 +61,7 @@ _NOT_COPIED = (
 class Quantized:
     """Result of `quantize_folder`. `nmse`: squared error over squared weight, on sampled rows."""
 
-    layers: list[QuantizedLayer]
+    layers: list[records.QuantizedLayer]
     weights: int
     source_bytes: int
     written_bytes: int
@@ -85,7 +72,7 @@ class Quantized:
         """Relative squared error over all layers, weighted by size."""
         return sum(layer["nmse"] * layer["weights"] for layer in self.layers) / max(self.weights, 1)
 
-    def figures(self) -> Quantization:
+    def figures(self) -> records.Quantization:
         """Sizes and errors for a card and the command's output."""
         worst = max(self.layers, key=lambda layer: layer["nmse"])
         return {
@@ -104,7 +91,7 @@ def quantize_folder(
     max_shard_bytes: int = write.MAX_SHARD_BYTES,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    card: Callable[[Path, Export], None] | None = None,
+    card: Callable[[Path, records.Export], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quantized:
     """Write `model`'s weights as NVFP4 into the folder `destination`.
@@ -130,26 +117,26 @@ def quantize_folder(
     nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, dtype)
     loading.begin(folder)
     tensors, converted, parameters, loaded_as = _matched(folder, config, nvfp4_config, trust_remote_code)
-    settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
+    settings: RunSettings = {"model": records.public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
     settings["auto_class"] = auto_class_of(config).__name__
     if (revision := hub_commit(folder)) is not None:
         settings["base_revision"] = revision
-    export: Export = {
+    export: records.Export = {
         "kind": "nvfp4_base",
         "settings": settings,
         "skip": sorted(modules_to_not_convert or ()),
         "source_sha256": _fingerprint(folder, tensors),
         "source_bytes": sum(info.nbytes for info in tensors.values()),
         "max_shard_bytes": max_shard_bytes,
-        "exported_with": versions(),
+        "exported_with": records.versions(),
     }
     finished = seal.recorded_run(destination)
-    known: Export = {**export, "settings": settings.copy()}
+    known: records.Export = {**export, "settings": settings.copy()}
     if "base_sha256" in finished.get("settings", {}):  # computed below
         known["settings"]["base_sha256"] = finished["settings"]["base_sha256"]
     if not write.is_complete(destination, known):
         entries = write.code_of(config)
-        if is_hub_id(str(model)):
+        if records.is_hub_id(str(model)):
             config.auto_map = write.naming_repository(entries, str(model))
         elif entries:
             write.warn_of_code(entries, destination)
@@ -253,7 +240,7 @@ def _write(
     workers: int | None,
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
-) -> tuple[list[QuantizedLayer], list[fingerprint.FingerprintRow]]:
+) -> tuple[list[records.QuantizedLayer], list[fingerprint.FingerprintRow]]:
     """Quantize and write all tensors; returns (errors of the layers, fingerprint rows of all tensors)."""
     budget = Budget(2 * max(info.nbytes for info in tensors.values()) + _SLACK_BYTES)
     quantize = quantizer_for(torch.device(device), config.scale_rule)
@@ -274,7 +261,7 @@ def _write(
         written = write.write_shards(folder, jobs, about, max_shard_bytes, workers, lambda size: progress(size, total))
     finally:
         torch.set_num_threads(threads)
-    notes = cast(list[QuantizedNote], written)  # of the jobs above
+    notes = cast(list[records.QuantizedNote], written)  # of the jobs above
     layers = [layer for note in notes for layer in note.get("layers", [])]
     return layers, [fingerprint.FingerprintRow(*row) for note in notes for row in note.get("rows", [])]
 
@@ -294,7 +281,8 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
 def _beside(folder: Path) -> list[Path]:
     """Return the files to copy unchanged."""
     files = {file.name: file for pattern in _COPIED_PATTERNS for file in folder.glob(pattern)}
-    measured = {name for name, file in files.items() if file.match(EVALUATIONS)}  # of the model before quantization
+    # measured on the model before quantization
+    measured = {name for name, file in files.items() if file.match(records.EVALUATIONS)}
     left = {*_NOT_COPIED, *measured}
     return [file for name, file in sorted(files.items()) if name not in left and not name.endswith(".index.json")]
 
@@ -305,7 +293,7 @@ def _copy_beside(folder: Path, destination: Path, model: str, config: Pretrained
         shutil.copyfile(file, destination / file.name)
     own = destination / "tokenizer_config.json"
     content = json.loads(own.read_text()) if own.is_file() else {}
-    if is_hub_id(model) and isinstance(content.get("auto_map"), dict):
+    if records.is_hub_id(model) and isinstance(content.get("auto_map"), dict):
         named = {**content, "auto_map": write.naming_repository(content["auto_map"], model)}
         seal.write_json_atomically(own, named)
     if (folder / "tokenizer.json").is_file():
@@ -375,7 +363,7 @@ def quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
 
 def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize: Quantize, budget: Budget) -> Job:
     """Quantize the weights of a fused group, with one global scale, and note errors and fingerprint rows."""
-    note: QuantizedNote = {}
+    note: records.QuantizedNote = {}
     size = sum(info.nbytes for info in group)
 
     def make() -> Iterator[torch.Tensor]:
@@ -413,7 +401,7 @@ def quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize
 
 def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
     """Copy a dense tensor; float32 becomes the compute dtype. `device`: for its row of the fingerprint."""
-    note: QuantizedNote = {}
+    note: records.QuantizedNote = {}
     stored = torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
     size = min(info.nbytes, _PIECE_BYTES)
@@ -434,7 +422,7 @@ def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, devic
     return Job((TensorSpec(info.name, dtype, info.shape),), make, note)
 
 
-def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> QuantizedLayer:
+def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> records.QuantizedLayer:
     """Measure a layer's error on evenly spaced rows: relative squared, and the largest."""
     rows = max(1, min(weight.shape[0], _ERROR_SAMPLE // weight.shape[1]))
     step = weight.shape[0] // rows

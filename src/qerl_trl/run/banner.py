@@ -22,8 +22,7 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
 
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
 
 
 def base_description(model: nn.Module, base_format: str) -> str:
@@ -32,24 +31,22 @@ def base_description(model: nn.Module, base_format: str) -> str:
     if packed:
         dtype = str(packed[0].compute_dtype).removeprefix("torch.")
         return f"NVFP4 in {len(packed)} linear layers, {dtype} elsewhere; {describe(packed[0].weight_packed.device)}"
-    return {"bf16": "bf16, frozen", "nf4": "bitsandbytes NF4, frozen", "full": "all weights trained"}.get(
-        base_format, base_format
-    )
+    named = {"bf16": "bf16, frozen", "nf4": "bitsandbytes NF4, frozen", "full": "all weights trained"}
+    return named.get(base_format, base_format)
 
 
 def banner(trainer) -> str:
     """Return the lines printed at a run's start."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     sizes, plan = model_bytes(model), trainer.memory_plan
-    package_versions = versions()
     rollout = "transformers generate"
     if args.use_vllm:
-        rollout = f"vLLM, {args.vllm_mode}" + (
-            ", weights shared" if args.share_weights and args.vllm_mode == "colocate" else ""
+        shared = args.share_weights and args.vllm_mode == "colocate"
+        rollout = (
+            f"vLLM, {args.vllm_mode}" + ", weights shared" * shared + ", batch-invariant" * args.vllm_batch_invariant
         )
-        rollout += ", batch-invariant" * args.vllm_batch_invariant
     rows = {
-        "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "device": hardware(args),
         "base": f"{base_description(model, args.base_format)}, {_size(sizes.base)}",
         "trained": f"{sizes.trained_parameters:,} parameters, {_size(sizes.trained)}",

@@ -88,9 +88,7 @@ def own_vllm_generation(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def model_init(
-    model: str | nn.Module,
-    args: QeRLConfig | QeRLRLOOConfig,
-    quantization_config: QuantizationConfigMixin | None,
+    model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig, quantization_config: QuantizationConfigMixin | None
 ) -> Iterator[QuantizationConfigMixin | None]:
     """Yield the quantization config for TRL, with `args.model_init_kwargs` completed during loading and then restored:
     `TrainingArguments.to_json_string` cannot serialize a model config or dtype object."""

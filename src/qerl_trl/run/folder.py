@@ -279,9 +279,8 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     if not folder.is_dir():
         return {}
     files = [path for path in folder.iterdir() if path.is_file()]
-    files += [
-        folder / name for name in seal.tokenizer_files(folder) if "/" in name
-    ]  # its templates, in a folder of their own
+    # the tokenizer's templates, in a folder of their own
+    files += [folder / name for name in seal.tokenizer_files(folder) if "/" in name]
     # the card is rewritten later
     kept = [path for path in files if not path.name.startswith(".") and path.name != "README.md"]
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in kept}

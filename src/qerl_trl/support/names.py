@@ -76,9 +76,8 @@ def _rows_shared_out(parameter: torch.Tensor) -> tuple[Any, int] | None:
 @torch.no_grad()
 def _gather_rows(parameters: Sequence[torch.Tensor], group: Any, ranks: int) -> list[torch.Tensor]:
     """Gather tensors divided into `ceil(rows / ranks)` consecutive rows per process, the rest on the last one."""
-    sizes = [
-        (-(-p.shape[0] // ranks), p.shape[1:]) for p in parameters
-    ]  # rows of a full part, and the other dimensions
+    # rows of a full part, and the other dimensions
+    sizes = [(-(-p.shape[0] // ranks), p.shape[1:]) for p in parameters]
     counts = [rows * rest.numel() for rows, rest in sizes]
     parts = [local_tensor(p).reshape(-1) for p in parameters]
     mine = torch.zeros(sum(counts), dtype=parts[0].dtype, device=parts[0].device)

@@ -226,12 +226,9 @@ def vllm_engine(
     ends = end_tokens(stored(vllm.generation, vllm.config, vllm.revision), vllm.tokenizer, **template)
 
     def generate(dataset: Dataset) -> list[str]:
-        template: dict[str, Any] = {
-            "chat_template": chat_template,
-            "chat_template_kwargs": protocol.chat_template_kwargs,
-        }
         sampling = protocol.temperature, protocol.top_p, protocol.max_new_tokens, seed, ends
-        return vllm.chat(dataset["prompt"][:], *sampling, **template)
+        further = {"chat_template": chat_template, "chat_template_kwargs": protocol.chat_template_kwargs}
+        return vllm.chat(dataset["prompt"][:], *sampling, **further)
 
     return generate
 

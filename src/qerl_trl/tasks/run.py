@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 class CompactProgress(ProgressCallback):
     """The usual progress bar with a few key numbers instead of a printed dictionary; in a log, a line per step."""
 
-    _SHOWN = {"entropy": "entropy", "aqn/sigma": "sigma"}
-
     def __init__(self, reward: str) -> None:
         super().__init__()
-        self._shown = {f"rewards/{reward}/mean": reward.removesuffix("_reward"), **self._SHOWN}
+        named = {f"rewards/{reward}/mean": reward.removesuffix("_reward")}
+        self._shown = {**named, "entropy": "entropy", "aqn/sigma": "sigma"}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None and logs is not None:

@@ -27,21 +27,7 @@ from trl import rewards as trl_rewards
 from ..checkpoint.settings import source_sha256
 from ..support.recipes import contents
 from . import data as problems
-from .grading import (
-    BOXED_PROMPT,
-    BY_REWARD,
-    FORMS,
-    GRADERS,
-    Grader,
-    Verifier,
-    correctness,
-    format_reward,
-    found,
-    function_named,
-    grader_of,
-    require_references,
-    verdicts,
-)
+from . import grading
 
 #: factories among TRL's rewards, with the values of `trl grpo`
 _MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
@@ -105,7 +91,7 @@ class Task:
         None, "Rewards: file.py:function, package.module:function, a name of trl.rewards, or a reward model.", list[str]
     )
     reward_weights: list[float] | None = None
-    grader: str | Grader = _said(
+    grader: str | grading.Grader = _said(
         "auto", "How answers are compared: auto (default), exact, numeric, math, file.py:function, or reward."
     )
     answer_format: str = _said("marked", "marked (after #### or boxed; default), whole or last.")
@@ -119,13 +105,13 @@ class Task:
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str) or callable(self.reward_funcs):  # one, as in TRL
             self.reward_funcs = [self.reward_funcs]
-        if self.answer_format not in FORMS:
+        if self.answer_format not in grading.FORMS:
             raise ValueError(
-                f"answer_format={self.answer_format!r} is none of {', '.join(FORMS)}. Pass 'marked' for answers after "
-                "#### or in a box, 'whole' for a whole text, 'last' for its last number or word."
+                f"answer_format={self.answer_format!r} is none of {', '.join(grading.FORMS)}. Pass 'marked' for "
+                "answers after #### or in a box, 'whole' for a whole text, 'last' for its last number or word."
             )
         if self._gym and self.answer_format == "marked" and self.system_prompt is None:
-            self.system_prompt = BOXED_PROMPT
+            self.system_prompt = grading.BOXED_PROMPT
 
     @classmethod
     def read(cls, file: str | Path, folders: list[Path] | None = None) -> "Task":
@@ -152,8 +138,8 @@ class Task:
     @property
     def _gym(self) -> str:
         """Name of the reasoning-gym data set, or nothing."""
-        found, prefix, name = str(self.dataset_name).partition(problems.GYM)
-        return name if prefix and not found else ""
+        before, prefix, name = str(self.dataset_name).partition(problems.GYM)
+        return name if prefix and not before else ""
 
     @property
     def label(self) -> str:
@@ -175,11 +161,11 @@ class Task:
         if named is None:
             raise ValueError("The task has no data: give it a dataset_name.")
         if isinstance(named, str) and ":" not in named:
-            return found(named, self.folders) or named
+            return grading.found(named, self.folders) or named
         if self._gym:
             named = functools.partial(problems.of_gym, self._gym)
         elif isinstance(named, str):
-            named = function_named(named, "dataset_name", self.folders)
+            named = grading.function_named(named, "dataset_name", self.folders)
         return functools.partial(named, **self.dataset_kwargs) if callable(named) and self.dataset_kwargs else named
 
     @property
@@ -202,12 +188,12 @@ class Task:
         train, test = (problems.with_prompts(part, *columns) for part in parts)
         for part in (train, test) if needed else (test,):
             if self.graded(part):
-                instead = f", or grader={BY_REWARD!r}: the first reward then decides"
-                require_references(part["answer"], self.grader, self.answer_format, instead)
+                instead = f", or grader={grading.BY_REWARD!r}: the first reward then decides"
+                grading.require_references(part["answer"], self.grader, self.answer_format, instead)
         return train, test
 
     def _function(self, said: str | Callable, option: str) -> Callable[..., Any]:
-        return function_named(said, option, self.folders) if isinstance(said, str) else said
+        return grading.function_named(said, option, self.folders) if isinstance(said, str) else said
 
     def rewards(self) -> list[str | Callable]:
         """Return the reward functions; a reward model stays a name."""
@@ -221,15 +207,16 @@ class Task:
     def _reward(self, name: str) -> str | Callable:
         if name == "correctness_reward":
             grader = self._grader() if self._gym else self.grader
-            return correctness(grader, self.answer_format, self.folders)
+            return grading.correctness(grader, self.answer_format, self.folders)
         if name == "format_reward":
-            return format_reward
+            return grading.format_reward
         if name in _THEIRS:
             theirs = getattr(trl_rewards, name)
             return theirs(**_MADE[name]) if name in _MADE else theirs
-        if ".py:" not in name and ("/" in name or found(name, self.folders)):  # a model, on the Hub or in a folder
-            return str(found(name, self.folders) or name)
-        return function_named(name, "reward_funcs", self.folders)
+        folder = grading.found(name, self.folders)
+        if ".py:" not in name and ("/" in name or folder):  # a model, on the Hub or in a folder
+            return str(folder or name)
+        return grading.function_named(name, "reward_funcs", self.folders)
 
     def weights(self) -> list[float] | None:
         """Return the reward weights; defaults: 1 for the answer, 0.1 for its form."""
@@ -239,7 +226,7 @@ class Task:
 
     def for_trainer(self) -> dict[str, Any]:
         """Return the arguments for a TRL trainer: data, rewards, and tools or the environment if any."""
-        if self.grader not in (*GRADERS, BY_REWARD):
+        if self.grader not in (*grading.GRADERS, grading.BY_REWARD):
             self._grader()  # raises for an unknown name, before a model is loaded
         train, test = self.splits()
         arguments: dict[str, Any] = {"reward_funcs": self.rewards(), "train_dataset": train, "eval_dataset": test}
@@ -256,7 +243,7 @@ class Task:
             `ValueError`: no chat template, or an empty vocabulary (missing tokenizer files).
         """
         if self.chat_template_path is not None:
-            file = found(self.chat_template_path, self.folders) or Path(self.chat_template_path)
+            file = grading.found(self.chat_template_path, self.folders) or Path(self.chat_template_path)
             tokenizer.chat_template = file.read_text().rstrip("\n")
         if tokenizer.chat_template is None:
             raise ValueError(
@@ -272,17 +259,17 @@ class Task:
 
     def graded(self, problems: Dataset) -> bool:
         """True if completions are compared with references, False if a reward decides."""
-        return not self.interactive and self.grader != BY_REWARD and "answer" in problems.column_names
+        return not self.interactive and self.grader != grading.BY_REWARD and "answer" in problems.column_names
 
-    def _grader(self) -> Grader:
+    def _grader(self) -> grading.Grader:
         if self._gym and self.grader == "auto":
-            return Verifier(self._gym, self.dataset_kwargs or {})
-        return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
+            return grading.Verifier(self._gym, self.dataset_kwargs or {})
+        return grading.grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
 
     def graded_by(self) -> dict[str, Any]:
         """Settings of [`verdicts`]: the grader, a custom one with its source, and the answer's format."""
         compare = self._grader()
-        known = next((name for name, each in GRADERS.items() if each is compare), None)
+        known = next((name for name, each in grading.GRADERS.items() if each is compare), None)
         return {
             "grader": known or f"own function {getattr(compare, '__name__', type(compare).__name__)}",
             "grader_sha256": None if known else source_sha256(getattr(compare, "verify", compare)),
@@ -291,7 +278,7 @@ class Task:
 
     def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:
         """Return a verdict per completion: whether it states the reference answer."""
-        return verdicts(completions, problems, self._grader(), self.answer_format)
+        return grading.verdicts(completions, problems, self._grader(), self.answer_format)
 
 
 #: fields with an option in recipes and on the command line
