@@ -126,7 +126,7 @@ class QeRLArguments(OnlineConfig):
             `"rollout"`: only the sampling policy is noisy (the paper). `"policy"`: log-probabilities and gradients of a
             batch use the noise of its rollout, for an on-policy update.
         aqn_scale (`str`, *optional*, defaults to `"absolute"`):
-            Unit of sigma: `"absolute"` (the paper): of the norm weights, whose size differs 100-fold between models.
+            Unit of sigma: `"absolute"` (the paper): of the norm weights (100-fold differences between models).
             `"relative"`: the rms of each norm's weights (of 1 + weight for Gemma); 0.03 is 3 %.
         aqn_target_kl (`float`, *optional*):
             Scale both sigmas at the start so that the larger one moves the policy by this KL, in nats per token,

@@ -227,8 +227,8 @@ def vllm_engine(
 
     def generate(dataset: Dataset) -> list[str]:
         sampling = protocol.temperature, protocol.top_p, protocol.max_new_tokens, seed, ends
-        further = {"chat_template": chat_template, "chat_template_kwargs": protocol.chat_template_kwargs}
-        return vllm.chat(dataset["prompt"][:], *sampling, **further)
+        asked: dict[str, Any] = {"chat_template": chat_template, "chat_template_kwargs": protocol.chat_template_kwargs}
+        return vllm.chat(dataset["prompt"][:], *sampling, **asked)
 
     return generate
 
