@@ -388,7 +388,8 @@ def noise() -> str:
         named = ", ".join(f"`{norm.removeprefix('model.')}` {size} %" for size, norm in row["dominant"])
         lines.append(f"| {row['model']} | {', '.join(map(' '.join, units))}{warned} | {figures} | {named} |")
     made = "; ".join(sorted({f"{record['device']}, commit {record['commit'][:7]}" for record in records}))
-    return "\n".join(lines) + f"\n\nNats per token, untrained policies in NVFP4, constant sigma, one to three rollouts. {made}."
+    how = "Nats per token, untrained policies in NVFP4, constant sigma, one to three rollouts."
+    return "\n".join(lines) + f"\n\n{how} {made}."
 
 
 def main() -> None:
