@@ -65,7 +65,7 @@ def prompt_batches(text: Path | str, tokenizer: Any, limit: int = 64, template: 
         return [*tokenizer(file.read_text(), return_tensors="pt")["input_ids"].split(128, dim=1)][:limit]
     if isinstance(text, Path) or file.suffix == ".jsonl":
         rows = data.first(data.read(file, as_text=data.ANSWERS)["train"], limit)
-        column = None if {*data.QUESTIONS} & {*rows.column_names} else "text"
+        column = next((name for name in (*data.QUESTIONS, "text") if name in rows.column_names), None)
         problems = data.with_prompts(rows, prompt_column=column, needs_answer=False, named=text)
     else:
         task = Task.read(task_file(text))
