@@ -63,6 +63,8 @@ class Scripted:
         self.turn = 0
 
     def __call__(self, input_ids, **kwargs):
+        if self.trainer.aqn.draw is None:  # the noise is measured before training
+            return self.real(input_ids=input_ids, **kwargs)
         self.real(input_ids=input_ids, max_new_tokens=2, **kwargs)
         self.draws.append((self.trainer.state.global_step, self.trainer.aqn.draw))
         texts = self.turns[self.turn % len(self.turns)]

@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ..nvfp4.linear import decoded_weights
@@ -313,10 +313,12 @@ class AQNCallback(TrainerCallback):
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
             torch.manual_seed(self._seed)
+            own = cast(Any, model).generation_config.eos_token_id
             sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            sampling |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": _NEW_TOKENS}
-            ids = cast(Any, model).generate(input_ids=ids, **sampling)
-            ends = torch.tensor(cast(Any, model).generation_config.eos_token_id or -1, device=device)
+            config = GenerationConfig(**sampling, max_new_tokens=_NEW_TOKENS, eos_token_id=own, pad_token_id=0)
+            asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config}
+            ids = cast(Any, model).generate(**asked)  # as TRL does
+            ends = torch.tensor(-1 if own is None else own, device=device)
             ended = torch.isin(ids[:, length:], ends).int()
             sampled = ended.cumsum(1) == ended
             clean, sigma = [forward(pair) for pair in ids.split(2)], self.schedule.sigma_max
