@@ -11,9 +11,10 @@ Left out: norms inside attention (q_norm, k_norm, latent attention), sandwich no
 """
 
 import copy
+import importlib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,10 +72,14 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
 def multiplier_rms(norms: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the rms of each norm's multiplier: its weight, or 1 + weight in classes that add 1 (Gemma, Qwen3-Next).
 
-    Summed exactly, so every rank and device gets the same bits. Collective under FSDP 2.
+    Summed exactly, so every rank and device gets the same bits. Collective under FSDP 2 and ZeRO-3.
     """
     parameters: list[Any] = [module._parameters["weight"] for module in norms.values()]
-    weights = full_tensors(parameters)
+    gathered: Any = nullcontext()
+    if hasattr(parameters[0], "ds_id"):  # ZeRO-3
+        gathered = importlib.import_module("deepspeed").zero.GatheredParameters(parameters)
+    with gathered:
+        weights = [weight.clone() for weight in full_tensors(parameters)]
     found = {}
     for (name, module), weight in zip(norms.items(), weights, strict=True):
         values = (weight.double().cpu() + _added(module, weight.numel())).tolist()
