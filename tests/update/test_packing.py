@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2PreTrainedM
 from trl import GRPOTrainer
 
 from qerl_trl import QeRLRLOOTrainer
+from qerl_trl.run.banner import announce
 from qerl_trl.update import attention, packing
 from tests.architectures import dense_model
 from tests.faults.tiny_runs import logged
@@ -244,6 +245,7 @@ def test_fsdp2(make, one_process_group, recomputed):
 def test_no_logits_of_completions_are_made(make):
     """The head's own forward runs in generation only, one token at a time."""
     trainer, seen = make(aqn=True, aqn_schedule="constant", aqn_sigma_start=0.1, beta=0.1), []
+    announce(trainer)  # measures the noise, with logits of two rows at a time
     head = trainer._packing.inner(trainer.model).get_output_embeddings()
     head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     trainer.train()
