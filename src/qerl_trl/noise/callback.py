@@ -333,8 +333,8 @@ class AQNCallback(TrainerCallback):
                     sigma = (below * above) ** 0.5
                 kl = kl_of(sigma, self.norms, len(clean))
             self.dominant = dict(dominant(self.norms))
-        same = [sigma, kl]  # as on the main process: sigma must not differ in the last bit
-        sigma, self.kl = broadcast_object_list(same)
+        # as on the main process: sigma must not differ in the last bit
+        sigma, self.kl = broadcast_object_list([sigma, kl])
         self._scale_to(sigma)
         if kl > _UNREADABLE:
             logger.warning(
@@ -436,7 +436,8 @@ class AQNCallback(TrainerCallback):
                     f"aqn_target_kl={self.target_kl} needs a forward before training, which FSDP, DeepSpeed and a "
                     "plain trainer do not make. Set aqn_sigma_start instead, or call callback.measure(model, prompts)."
                 )
-            self._scale_to(found[-1] if found else self.schedule.sigma_max)  # a resumed run keeps its sigma
+            if found:  # a resumed run keeps its sigma
+                self._scale_to(found[-1])
         logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
 
     def on_step_begin(self, args, state, control, **kwargs):

@@ -43,9 +43,11 @@ class NoiseDraw(NamedTuple):
         unit = standard_noises(self.seed, self.step, self.generation, names, sizes, device) * self.sigma
         return unit if self.scales is None else unit * self.units(names, sizes, device)
 
-    def units(self, names: Sequence[str], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the standard deviation of the noise per sigma: (sum of sizes,) float32."""
-        scales = torch.tensor([1.0 if self.scales is None else self.scales[name] for name in names])
+    def units(self, names: Sequence[str], sizes: Sequence[int], device: torch.device) -> torch.Tensor | float:
+        """Return the standard deviation of the noise per sigma: (sum of sizes,) float32; 1 for absolute noise."""
+        if self.scales is None:
+            return 1.0
+        scales = torch.tensor([self.scales[name] for name in names])
         return scales.repeat_interleave(torch.tensor(sizes)).to(device, non_blocking=True)
 
     def check(self, effective: float) -> None:
