@@ -85,7 +85,8 @@ def emulated(monkeypatch):
             options = {k: kwargs.pop(k) for k in [*kwargs] if k not in parameters}
             arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
             assert set(arguments) == set(parameters), "an argument is missing, or has no parameter"
-            assert options.get("launch_pdl", False) == arguments.get("PDL", False)
+            early = arguments["V"].PDL if "V" in arguments else arguments.get("PDL", False)
+            assert options.get("launch_pdl", False) == early
             name, later = kernel.fn.__name__, []
             arguments |= {"INTERP": False} if "INTERP" in arguments else {}
             fn = source.kernel(name)
@@ -95,7 +96,8 @@ def emulated(monkeypatch):
                 assert programs <= 16 and programs * threads <= 48 * 32
                 assert programs * threads * options["maxnreg"] <= 65536
             if options.get("launch_pdl"):
-                later = [t for t in (arguments["x_ptr"], *launch._scratch.values()) if t.is_contiguous()]
+                x = arguments["x_ptr"] if "x_ptr" in arguments else arguments["pointers"][0]
+                later = [t for t in (x, *launch._scratch.values()) if t.is_contiguous()]
             gluon_emulator.machine.launch(fn, grid, arguments, state["seed"], state["resident"], later)
             state["launches"].append(name)
             state["seed"] += 1

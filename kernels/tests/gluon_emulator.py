@@ -20,10 +20,13 @@ import torch
 
 NUMPY = {
     "i1": np.bool_, "u8": np.uint8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "f32": np.float32,
-    "bf16": np.uint16,
+    "bf16": np.uint16, "i8": np.int8, "e4m3": np.uint8,
 }  # fmt: skip
-KINDS = {torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
-BITS = {"u8": 8, "i16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64}
+KINDS = {
+    torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8",
+    torch.float8_e4m3fn: "e4m3",
+}  # fmt: skip
+BITS = {"u8": 8, "i8": 8, "e4m3": 8, "i16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64}
 
 
 class Deadlock(Exception):
@@ -86,6 +89,8 @@ class Tensor:
             return self
         if kind == "bf16":
             return Tensor(ptx.bfloat16_bits(self.a.astype(np.float64)), "bf16")
+        if kind == "e4m3":
+            return Tensor(ptx.e4m3_bits(self.a).astype(np.uint8), "e4m3")
         values = ptx.bfloat16_value(self.a) if self.kind == "bf16" else self.a
         return Tensor(values.astype(NUMPY[kind]), kind)
 
@@ -151,7 +156,9 @@ class Shared:
 
 
 def numbers(x) -> np.ndarray:
-    """A bfloat16 operand, of registers or shared memory, as float32."""
+    """An operand of bfloat16 or e4m3, of registers or shared memory, as float32."""
+    if x.kind == "e4m3":
+        return ptx.e4m3_value(x.data if isinstance(x, Shared) else x.a).astype(np.float32)
     assert x.kind == "bf16"
     return ptx.bfloat16_value(x.data if isinstance(x, Shared) else x.a).astype(np.float32)
 
@@ -205,7 +212,8 @@ class Machine:
         self.kept: list = []  # shared memory: its addresses are names
         self.made, self.awaited = set(), set()  # groups of barriers, by the order in which a program makes them
         self.memory: dict[int, np.ndarray] = {}  # by address, in bytes
-        for a in arguments.values():
+        flat = [a for value in arguments.values() for a in (value if isinstance(value, tuple) else (value,))]
+        for a in flat:
             storage = getattr(a, "base", a).untyped_storage() if hasattr(a, "base") or torch.is_tensor(a) else None
             if storage is not None and storage.nbytes():
                 raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
@@ -262,6 +270,8 @@ class Machine:
         raise error
 
     def _argument(self, fn, name, a):
+        if isinstance(a, tuple) and not hasattr(a, "_fields"):
+            return tuple(self._argument(fn, name, each) for each in a)
         if isinstance(a, torch.Tensor):
             return Tensor(np.int64(a.data_ptr()), "i64", KINDS[a.dtype])
         plain = inspect.signature(fn).parameters[name].annotation is not gl.constexpr
@@ -467,7 +477,7 @@ def async_load(desc, at, bar, target):
 
     def copy() -> None:
         source = desc.base.as_strided(desc.shape, desc.strides)
-        whole = source.view(torch.int16).numpy() if size == 2 else source.numpy()
+        whole = source.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]).numpy()
         out = np.zeros(box, whole.dtype)
         part = whole[first[0] : first[0] + box[0], first[1] : first[1] + box[1]]
         out[: part.shape[0], : part.shape[1]] = part
@@ -569,6 +579,13 @@ class _Language(SimpleNamespace):
         return getattr(language, name)
 
 
+def _record(cls):
+    """A class with a constructor of its annotated fields."""
+    names = tuple(cls.__annotations__)
+    cls.__init__ = lambda self, *values: vars(self).update(zip(names, values, strict=True))
+    return cls
+
+
 def _jit(fn=None, **_):
     return fn if fn is not None else _jit
 
@@ -577,11 +594,14 @@ OWN = (
     constexpr, load, store, atomic_add, where, inline_asm_elementwise, allocate_shared_memory, warp_specialize,
     program_id, static_assert,
 )  # fmt: skip
-TYPES = {"float32": "f32", "bfloat16": "bf16", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8"}
+TYPES = {
+    "float32": "f32", "bfloat16": "bf16", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8", "int8": "i8",
+    "float8e4nv": "e4m3",
+}  # fmt: skip
 gl = _Language(
     **TYPES,
     **{function.__name__: function for function in OWN},
-    static_range=range,
+    static_range=range, tensor="a record's field", shared_memory_descriptor="a record's field", tuple=tuple,
     num_programs=lambda axis: Tensor(np.int32(machine.grid[axis]), "i32"),
     arange=lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32), "i32"),
     zeros=lambda shape, kind, layout=None: Tensor(np.zeros([int(s) for s in shape], NUMPY[kind]), kind),
@@ -589,10 +609,12 @@ gl = _Language(
     minimum=lambda a, b: where(a < b, a, b) if isinstance(a, Tensor) else where(b < a, b, a),
     maximum=lambda a, b: where(a > b, a, b) if isinstance(a, Tensor) else where(b > a, b, a),
     sum=lambda x, axis: Tensor(x.a.sum(axis, dtype=np.float32), "f32"),
+    max=lambda x, axis: Tensor(x.a.max(axis), x.kind),
+    abs=lambda x: Tensor(np.abs(x.a), x.kind),
     join=lambda a, b: Tensor(np.stack([a.a, b.a], -1), a.kind, a.to_kind),
     split=lambda x: tuple(Tensor(x.a[..., i], x.kind, x.to_kind) for i in (0, 1)),
     convert_layout=lambda x, layout=None, assert_trivial=False: x,
-    div_rn=lambda a, b: Tensor(a.a / b.a, "f32"),
+    div_rn=lambda a, b: Tensor(array(a, "f32") / array(b, "f32"), "f32"),
     dot=lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"),
     trans=lambda x: Tensor(x.a.T, x.kind),
     cdiv=lambda a, b: (a + b - 1) // b,
@@ -605,7 +627,8 @@ FAKES = {
     "tma": SimpleNamespace(store_wait=store_wait), "mma_v2": gl.dot, "fence_async_shared": lambda: None,
     "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "gdc_wait": gdc_wait,
     "gdc_launch_dependents": lambda: None, "barrier": lambda: machine.pause(), "async_load": async_load,
-    "async_store": async_store,
+    "async_store": async_store, "record": _record,
+    "partitions": lambda groups, count, *others: [*groups[:count], *(each for other in others for each in other)],
 }  # fmt: skip
 
 
@@ -631,8 +654,10 @@ class Source:
                     known = alias.asname or alias.name
                     if known in FAKES:
                         scope[known] = FAKES[known]
-                    elif not (isinstance(node, ast.ImportFrom) and node.level):
+                    elif isinstance(node, ast.Import):
                         scope[known] = __import__(alias.name)
+                    elif not node.level:
+                        scope[known] = getattr(importlib.import_module(node.module), alias.name)
                     elif node.module in PLAIN:
                         scope[known] = getattr(importlib.import_module(f"qerl_nvfp4.{node.module}"), alias.name)
                     else:
@@ -642,7 +667,7 @@ class Source:
         return self.files[name]
 
     def kernel(self, name: str):
-        files = ("hopper", "hopper_wgmma", "hopper_wide", "ampere", "portable", "elementwise")
+        files = ("hopper", "hopper_wgmma", "ampere", "portable", "elementwise")
         return next(self[file][name] for file in files if name in self[file])
 
 

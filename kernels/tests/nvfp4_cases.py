@@ -72,10 +72,19 @@ class Problem:
         shards = len(splits or (N,))
         self.adapter = (normal(shards * rank, K, scale=0.5), normal(N, rank), splits) if rank else (None, None, None)
 
-    def exact(self) -> torch.Tensor:
+    def exact(self, fp8: bool = False) -> torch.Tensor:
+        """In float64. `fp8`: of x and weights rounded to e4m3, once; the adapter of x itself."""
         from qerl_nvfp4 import reference
 
         bias, a, b = (None if t is None else t.double() for t in (self.bias, *self.adapter[:2]))
+        if fp8:
+            packed, scale, gs = self.weight
+            unit = torch.ones(1, device=packed.device)
+            coded = reference.dequantize(packed, scale, unit, torch.float32) / 8  # exact
+            x8, token_scale = reference.quantize_fp8(self.x)
+            y = (x8.double() * token_scale[:, None]) @ coded.to(torch.float8_e4m3fn).double().T * (8 / gs.double())
+            y = y if bias is None else y + bias
+            return y if a is None else y + reference.lora(self.x.double(), a, b, self.adapter[2])
         return reference.linear(self.x.double(), *self.weight, bias, a, b, self.adapter[2])
 
     def by(self, config: dict, rows: slice = slice(None), multiply=None, **options) -> torch.Tensor:
@@ -89,7 +98,7 @@ class Problem:
 
     def check(self, config: dict, times: int = 3, limit: float = 4e-3, **options) -> None:
         """Right, the same bits each time, and no scratch memory left changed."""
-        exact, first = self.exact(), None
+        exact, first = self.exact(config.get("fp8", False)), None
         for _ in range(times):
             y = self.by(config, **options)
             assert relative_error(y, exact) < limit

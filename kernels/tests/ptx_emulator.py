@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 Bits = np.ndarray  # uint64, one per thread
 NAN = 0x7FFF
@@ -56,6 +57,27 @@ def halves(compute: Callable, *operands: Bits) -> Bits:
         with np.errstate(all="ignore"):
             parts.append(bfloat16_bits(compute(*values)).astype(np.uint64))
     return parts[0] | parts[1] << np.uint64(16)
+
+
+def e4m3_value(bits: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(np.array(bits, np.uint8)).view(torch.float8_e4m3fn).double().numpy()
+
+
+def e4m3_bits(values: np.ndarray) -> np.ndarray:
+    """Nearest, ties to even; what is too large becomes the largest."""
+    clipped = torch.from_numpy(np.clip(values.astype(np.float32), -448, 448))
+    return clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.uint64)
+
+
+def pairs_of_half(words: Bits) -> list[np.ndarray]:
+    """float16x2 -> the lower and the upper values."""
+    parts = [(words >> np.uint64(shift)) & np.uint64(0xFFFF) for shift in (0, 16)]
+    return [part.astype(np.uint16).view(np.float16) for part in parts]
+
+
+def half_pair(lower: np.ndarray, upper: np.ndarray) -> Bits:
+    bits = [part.astype(np.float16).view(np.uint16).astype(np.uint64) for part in (lower, upper)]
+    return bits[0] | bits[1] << np.uint64(16)
 
 
 def prmt(a: Bits, b: Bits, selector: Bits) -> Bits:
@@ -184,6 +206,13 @@ def _execute(opcode: str, operands: list[str], value, put, memory) -> None:
     if kind == "bf16x2" and name in ("fma", "abs", "max", "min"):
         compute = {"fma": lambda a, b, c: a * b + c, "abs": np.abs, "max": np.fmax, "min": np.fmin}[name]
         put(target, halves(compute, *v))
+    elif kind == "f16x2" and name == "mul":
+        put(target, half_pair(*(a * b for a, b in zip(*map(pairs_of_half, v), strict=True))))
+    elif name == "cvt" and kinds == ["rn", "f16x2", "e4m3x2"]:
+        put(target, half_pair(*(e4m3_value((v[0] >> np.uint64(shift)) & np.uint64(0xFF)) for shift in (0, 8))))
+    elif name == "cvt" and kinds == ["rn", "satfinite", "e4m3x2", "f16x2"]:
+        lower, upper = (e4m3_bits(part) for part in pairs_of_half(v[0]))
+        put(target, lower | upper << np.uint64(8))
     elif name == "cvt" and kinds == ["u32", "u16"]:
         put(target, v[0] & np.uint64(0xFFFF))
     elif name == "cvt" and kinds == ["rn", "bf16x2", "e2m1x2"]:

@@ -90,7 +90,7 @@ def test_every_pair_of_codes_in_place_times_every_scale_is_exact():
     scales = [SCALES, (SCALES + np.uint64(5)) % np.uint64(127)]
     for lane in range(4):
         inputs = [*words, np.full_like(BYTES, 0x4440 + lane), *map(scale_bits, scales)]
-        for i, found in enumerate(ptx.run(source["hopper_wgmma"]["DECODE_BYTES"], 4, inputs)):
+        for i, found in enumerate(ptx.run(source["hopper_decode"]["DECODE_BYTES"], 4, inputs)):
             check_pair(found, words[i], (2 * lane, 2 * lane + 1), scales[i // 2])
 
 
@@ -171,7 +171,29 @@ def test_wgmma(emulated, config, M, N, K, rank, splits):
     emulated["resident"] = 2
     run(config, M, N, K, rank, splits, per_row=rank == 0)
     permutes = set() if config.get("permute") or config.get("natural") else {"permute_kernel"}
-    assert set(emulated["launches"]) == {f"{config['kernel']}_kernel"} | permutes
+    assert set(emulated["launches"]) == {"wgmma_kernel"} | permutes
+
+
+def fp8(BM, P, S, X, grid, **more) -> dict:
+    return {"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "grid": grid, "fp8": True, **more}
+
+
+@pytest.mark.parametrize(
+    "config,M,N,K,rank,splits",
+    [
+        (fp8(32, 2, 2, 0, 4), 37, 128, 1024, 0, None),
+        (fp8(16, 2, 3, 0, 4), 33, 256, 1536, 32, (64, 192)),
+        (fp8(32, 3, 3, 0, 3), 70, 400, 768, 32, (64, 192, 144)),
+        (fp8(16, 2, 2, 0, 5, tasks=False), 33, 208, 896, 16, None),
+        (fp8(48, 2, 2, 3, 2), 100, 192, 1056, 32, (64, 128)),
+        (fp8(96, 3, 2, 3, 2, tasks=False), 100, 192, 1312, 0, None),
+        (fp8(128, 3, 3, 0, 2), 100, 320, 512, 32, (128, 128, 64)),
+    ],
+    ids="halves adapter three cublas wide wide-three a-hundred".split(),
+)
+def test_w4a8(emulated, config, M, N, K, rank, splits):
+    emulated["resident"] = 2
+    run(config, M, N, K, rank, splits, per_row=rank == 0, stride=K % 3)
 
 
 def skinny_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
@@ -237,7 +259,7 @@ def test_x_a_of_many_tokens(emulated, BM, P, M):
     config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": 3}
     config |= {"tasks": cost.can_be_beside(config), "natural": P == 3 or BM > 256}
     run(config, M, 320, 1280, 32, (128, 128, 64), times=1)
-    assert set(emulated["launches"]) == {"wide_kernel"} | ({"permute_kernel"} if not config["natural"] else set())
+    assert set(emulated["launches"]) == {"wgmma_kernel"} | ({"permute_kernel"} if not config["natural"] else set())
 
 
 @pytest.mark.parametrize("K,stride", [(288, 8), (896, 3), (960, 0)])

@@ -65,7 +65,10 @@ def compile_sm90(
     aligned = [n for n in names if n in known and n not in (descriptors or {})] + [
         n for n in names if n in ("N", "K", "sxm", "sym", "swn", "ssn", "son")
     ]
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constants}
+    aligned = {(names.index(n),) for n in aligned if n not in constants}
+    for n in ("pointers", "aligned"):
+        aligned |= {(names.index(n), i) for i in range(len(known[n]))} if n in names else set()
+    attributes = dict.fromkeys(sorted(aligned), [["tt.divisibility", 16]])
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -116,18 +119,6 @@ WGMMA = [
 ]
 
 
-def shared_layouts(words: str, words_layout) -> dict[str, str]:
-    """The descriptors that both Hopper kernels have."""
-    from qerl_nvfp4 import hopper_wgmma as hopper
-
-    return {
-        "w_d": f"tensordesc<i32[64, {words}],{words_layout!r}>",
-        "s_d": f"tensordesc<i16[64, 8],{hopper.S_SHARED!r}>",
-        "b_d": f"tensordesc<bf16[64, 32],{hopper.L_SHARED!r}>",
-        "y_d": f"tensordesc<bf16[16, 64],{hopper.X_SHARED!r}>",
-    }
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("BM,WK,WN,R,late,rank,programs,limit", SKINNY)
 def test_skinny(BM, WK, WN, R, late, rank, programs, limit):
@@ -156,28 +147,39 @@ def test_skinny(BM, WK, WN, R, late, rank, programs, limit):
     assert rank > 0 or not fences, "a tile's pieces are cells that are awaited: no counter, no fence"
 
 
+def wgmma(BM: int, P: int, S: int, X: int, order: str, rank: int, tasks: bool | None = None, fp8: bool = False):
+    """The machine code of wgmma_kernel, its PTX and its variant, with x A^T in tasks or before the product."""
+    from qerl_nvfp4 import hopper_tile as hopper
+    from qerl_nvfp4.hopper_wgmma import wgmma_kernel
+
+    tasks = rank > 0 if tasks is None else tasks
+    average, *registers = hopper.registers(BM, P, order == "permute", tasks)
+    variant = hopper.Variant(BM, P, S, X, order, fp8, rank > 0, rank, tasks, True, *registers)
+    boxes, kind, layout = hopper.boxes_of(BM), *(("fp8e4nv", hopper.X8_SHARED) if fp8 else ("bf16", hopper.X_SHARED))
+    descriptors = {f"x{i}_d": f"tensordesc<{kind}[{b}, {variant.columns}],{layout!r}>" for i, b in enumerate(boxes)}
+    descriptors |= {f"xa{i}_d": f"tensordesc<bf16[{b}, 32],{hopper.L_SHARED!r}>" for i, b in enumerate(boxes)}
+    descriptors |= {
+        "w_d": f"tensordesc<i32[64, {32 // variant.pieces}],{variant.words_shared!r}>",
+        "s_d": f"tensordesc<i16[64, 8],{hopper.S_SHARED!r}>",
+        "b_d": f"tensordesc<bf16[64, 32],{hopper.L_SHARED!r}>",
+        "y_d": f"tensordesc<bf16[16, 64],{hopper.X_SHARED!r}>",
+    }
+    pointers = "*bf16 *bf16 *fp32 *bf16 *i32 *i32 *i32 *i32 *fp32 *bf16 *fp32 *fp32 *i32".split()
+    descriptors |= {"pointers": tuple(pointers), "aligned": ("i32",) * 3, "sizes": ("i32",) * 11}
+    compiled = compile_sm90(wgmma_kernel, {"V": variant}, 4, descriptors, registers=average)
+    assert compiled.metadata.shared <= 227 * 1024
+    return disassemble(compiled.asm["cubin"]), compiled.asm["ptx"], variant
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("BM,P,S,permute,rank,spills", WGMMA)
 def test_wgmma(BM, P, S, permute, rank, spills):
-    from qerl_nvfp4 import hopper_wgmma as hopper
-
-    permute, natural = permute is True, permute == "natural"
-    average, registers, ring_registers = hopper.registers(BM, P, permute, rank > 0)
-    constants = {
-        "BM": BM, "P": P, "S": S, "BIAS": rank > 0, "RANK": rank, "TASKS": rank > 0, "PDL": True, "PERMUTE": permute,
-        "NATURAL": natural, "REGS": registers, "RING_REGS": ring_registers,
-    }  # fmt: skip
-    descriptors = shared_layouts(32 // hopper.pieces_of(S), hopper.words_layout(S)) | {
-        "x_d": f"tensordesc<bf16[{BM}, 128],{hopper.X_SHARED!r}>",
-        "xa_d": f"tensordesc<bf16[{BM}, 32],{hopper.L_SHARED!r}>",
-    }
-    compiled = compile_sm90(hopper.wgmma_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, average)
-    assert compiled.metadata.shared <= 227 * 1024
-    ring = S * hopper.pieces_of(S)
-    made = compiled.asm["ptx"].count("mbarrier.init.shared")
-    assert made == ring * (3 if permute else 2) + (2 if rank else 0), "a barrier that nobody waits for lies in a buffer"
-    code = disassemble(compiled.asm["cubin"])
-    check(code, "HGMMA", 128, 5.0 if natural else 3.5, spills, count=16)
+    order = permute if isinstance(permute, str) else "permute" if permute else "decoded"
+    code, ptx, variant = wgmma(BM, P, S, 0, order, rank)
+    made = ptx.count("mbarrier.init.shared")
+    ring = S * variant.pieces * (3 if permute is True else 2)
+    assert made == ring + (2 if rank else 0), "a barrier that nobody waits for lies in a buffer"
+    check(code, "HGMMA", 128, 5.0 if order == "natural" else 3.5, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
     # a group waits eight times in its loop, once after it and once a piece of the adapter (ptxas copies one or two),
     # else wgmma is serialized
@@ -188,26 +190,17 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     assert len(starting(everything, "UTMASTG")) == P * BM // 16, "and the bulk copy engine"
     loads = [op for op in starting(everything, "LDG", "STG") if "128" in op]
     assert len(loads) >= 2 * P * BM // 8, "partial sums travel 16 bytes at a time"
-    if permute:
+    if permute is True:
         assert sum("128" in op for op in starting(everything, "STS")) >= BM // 4, "x is put in order 16 bytes at a time"
 
 
-def wide(BM: int, P: int, rank: int, natural: bool = False, tasks: bool = True):
-    """hopper_wide.wide_kernel, compiled, with x A^T in tasks or before the product."""
-    from qerl_nvfp4 import cost, hopper_wide
-    from qerl_nvfp4 import hopper_wgmma as hopper
+def wide(BM: int, P: int, natural: bool = False, tasks: bool = True):
+    """The machine code where x has a ring of its own, and the number of wgmma in its loop."""
+    from qerl_nvfp4 import cost
+    from qerl_nvfp4.hopper_tile import parts_of
 
-    S, X = cost.wide_stages(BM, P)
-    average, registers, ring_registers = hopper.registers(BM, P, False, tasks)
-    constants = {"BM": BM, "P": P, "S": S, "X": X, "BIAS": True, "RANK": rank, "TASKS": tasks, "PDL": True}
-    constants |= {"NATURAL": natural, "REGS": registers, "RING_REGS": ring_registers}
-    boxes = hopper_wide.boxes_of(BM)
-    descriptors = {f"x{i}_d": f"tensordesc<bf16[{b}, 64],{hopper.X_SHARED!r}>" for i, b in enumerate(boxes)}
-    descriptors |= {f"xa{i}_d": f"tensordesc<bf16[{b}, 32],{hopper.L_SHARED!r}>" for i, b in enumerate(boxes)}
-    descriptors |= shared_layouts(32, hopper_wide.WORDS_SHARED)
-    compiled = compile_sm90(hopper_wide.wide_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, average)
-    assert compiled.metadata.shared <= 227 * 1024
-    return compiled
+    code, *_ = wgmma(BM, P, *cost.wide_stages(BM, P), "natural" if natural else "decoded", 32, tasks)
+    return code, 16 * len(parts_of(BM))
 
 
 @pytest.mark.compiled
@@ -222,24 +215,23 @@ def wide(BM: int, P: int, rank: int, natural: bool = False, tasks: bool = True):
 )
 def test_wide(BM, P, natural, tasks, limit, spills):
     """A weight is decoded once for all parts of a tile, in registers, while the parts' wgmma run."""
-    from qerl_nvfp4 import cost, hopper_wide
+    from qerl_nvfp4 import cost
 
     assert (BM, P) in cost.WIDE
-    code = disassemble(wide(BM, P, 32, natural, tasks).asm["cubin"])
-    parts = len(hopper_wide.parts_of(BM))
-    check(code, "HGMMA", 128, limit, spills, count=16 * parts)
+    code, count = wide(BM, P, natural, tasks)
+    check(code, "HGMMA", 128, limit, spills, count=count)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
-    assert len(waits) <= P * 10 + 2 and sum(f"0x{parts}" in rest for rest in waits) == 8 * P
+    assert len(waits) <= P * 10 + 2 and sum(f"0x{count // 16}" in rest for rest in waits) == 8 * P
     assert len(starting(opcodes(code), "UTMASTG")) == P * BM // 16
 
 
 @pytest.mark.compiled
 def test_x_in_its_natural_order():
     """1.5 more instructions per weight, each word's row in a 16-byte load; hidden in tiles of 128 tokens and more."""
-    from qerl_nvfp4 import cost, hopper_wide
+    from qerl_nvfp4 import cost
 
     def body(BM, natural):
-        code, count = disassemble(wide(BM, 3, 32, natural).asm["cubin"]), 16 * len(hopper_wide.parts_of(BM))
+        code, count = wide(BM, 3, natural)
         check(code, "HGMMA", 128, 6.8, 16, count=count)
         return hot_loop(code, "HGMMA", count)
 

@@ -1,4 +1,4 @@
-"""Triton kernels that stream: quantize a matrix, RMSNorm with a float32 weight."""
+"""Triton kernels that stream: quantize a matrix to NVFP4 or FP8, decode NVFP4 to FP8, RMSNorm with a float32 weight."""
 
 import triton
 import triton.language as tl
@@ -263,3 +263,177 @@ def rms_norm_kernel(
         h = widen(h, INTERP)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / K + eps)
     tl.store(y_ptr + row * K + k, narrow(h * scale * w, y_ptr.dtype.element_ty, INTERP), mask=mask)
+
+
+@triton.jit
+def encode_e4m3(v, INTERP: tl.constexpr):
+    """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
+    if INTERP:
+        a = tl.abs(v)
+        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # below 2^-6 in steps of 2^-9, which are the last bits of this sum
+        bits = tl.where(a < 0.015625, small, encode_scale(a))
+        return tl.where(v == v, bits, 127) | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
+    else:
+        return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def fp8_columns(x_ptr, gs_ptr, p, K, PER_COLUMN: tl.constexpr, ORDER: tl.constexpr, INTERP: tl.constexpr):
+    """float32 columns of a row that become columns p of x8, times 8 / gs of each where PER_COLUMN; zeros beyond K."""
+    # ORDER: p = 32 w + 16 h + 4 t + i is column 32 t + 8 w + 4 h + i; a thread reads four pieces of four and writes 16 bytes
+    k = p // 128 * 128 + p // 4 % 4 * 32 + p // 32 % 4 * 8 + p // 16 % 2 * 4 + p % 4 if ORDER else p
+    x = widen(tl.load(x_ptr + k, mask=k < K, other=0.0), INTERP)
+    if PER_COLUMN:
+        x *= tl.div_rn(tl.full(p.shape, 8.0, tl.float32), tl.load(gs_ptr + k, mask=k < K, other=1.0))
+    return x
+
+
+@triton.jit
+def quantize_fp8_kernel(
+    x_ptr,
+    gs_ptr,
+    q_ptr,
+    s_ptr,
+    K,
+    columns,
+    sx,
+    PER_COLUMN: tl.constexpr,
+    ORDER: tl.constexpr,
+    BK: tl.constexpr,
+    LONG: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """x (M, K) -> x8 (M, columns) e4m3 bytes, scales (M,) = max|x| / 448; one program per row, which it reads once, or twice where LONG
+    (K > BK). PER_COLUMN: of x * (8 / gs). ORDER: columns as `reference.in_decode_order` has them."""
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, BK)
+    x_ptr += row * sx
+    q_ptr += row * columns
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = fp8_columns(x_ptr, gs_ptr, p, K, PER_COLUMN, ORDER, INTERP)
+    amax = tl.max(tl.abs(x), axis=0)
+    if LONG:
+        for first in range(BK, columns, BK):
+            more = fp8_columns(x_ptr, gs_ptr, first + p, K, PER_COLUMN, ORDER, INTERP)
+            amax = tl.maximum(amax, tl.max(tl.abs(more), axis=0))
+    amax = tl.maximum(amax, 7.888609052210118e-31)  # 2^-100
+    inverse = tl.div_rn(448.0, amax)
+    tl.store(s_ptr + row, tl.div_rn(amax, 448.0))
+    tl.store(q_ptr + p, encode_e4m3(x * inverse, INTERP).to(tl.uint8), mask=p < columns)
+    if LONG:
+        for first in range(BK, columns, BK):
+            more = fp8_columns(x_ptr, gs_ptr, first + p, K, PER_COLUMN, ORDER, INTERP)
+            tl.store(q_ptr + first + p, encode_e4m3(more * inverse, INTERP).to(tl.uint8), mask=first + p < columns)
+
+
+# prmt picks four of eight bytes by the lowest three bits of four codes; again for the signs, from bytes 0 and 0x80
+LOOK_UP = tl.constexpr("""{
+    .reg .b32 c, s, t, z, m; mov.b32 z, 0; mov.b32 m, 0x80808080;
+    and.b32 c, $4, 0x77777777; shr.u32 s, $4, 1; and.b32 s, s, 0x44444444;
+    prmt.b32 t, z, m, s; prmt.b32 $0, $2, $3, c; or.b32 $0, $0, t;
+    shr.u32 c, c, 16; shr.u32 s, s, 16;
+    prmt.b32 t, z, m, s; prmt.b32 $1, $2, $3, c; or.b32 $1, $1, t;
+}""")
+
+
+@triton.jit
+def look_up(low, high, q, INTERP: tl.constexpr):
+    """8 codes (int32) -> the e4m3 bytes of codes 0..3 and 4..7 (2 int32), from the bytes of values 0..3 (low) and 4..7 (high)."""
+    if INTERP:
+        first = tl.zeros_like(q)
+        second = tl.zeros_like(q)
+        for i in tl.static_range(4):
+            a = q >> (4 * i)
+            b = q >> (4 * i + 16)
+            first |= (tl.where((a & 4) == 0, low, high) >> (8 * (a & 3)) & 127 | (a & 8) << 4) << (8 * i)
+            second |= (tl.where((b & 4) == 0, low, high) >> (8 * (b & 3)) & 127 | (b & 8) << 4) << (8 * i)
+        return first, second
+    else:
+        return tl.inline_asm_elementwise(
+            asm=LOOK_UP,
+            constraints="=&r,=&r,r,r,r",
+            args=[low, high, q],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def fp8_blocks(w_ptr, s_ptr, n, b, N, blocks, swn, ssn, INTERP: tl.constexpr):
+    """Blocks b of rows n -> 4 int32 [rows, blocks], four e4m3(code * scale / 8) each, in order; a block's codes are one int64."""
+    mask = (n[:, None] < N) & (b[None, :] < blocks)
+    n64 = n.to(tl.int64)[:, None]
+    q = tl.load(w_ptr + n64 * swn + b[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    s = e4m3_value(tl.load(s_ptr + n64 * ssn + b[None, :], mask=mask, other=0)) * 0.125
+    half, one, three_halves = encode_e4m3(s * 0.5, INTERP), encode_e4m3(s, INTERP), encode_e4m3(s * 1.5, INTERP)
+    two, three = encode_e4m3(s * 2.0, INTERP), encode_e4m3(s * 3.0, INTERP)
+    four, six = encode_e4m3(s * 4.0, INTERP), encode_e4m3(s * 6.0, INTERP)
+    low = half << 8 | one << 16 | three_halves << 24
+    high = two | three << 8 | four << 16 | six << 24
+    w0, w1 = look_up(low, high, q.to(tl.int32), INTERP)
+    w2, w3 = look_up(low, high, (q >> 32).to(tl.int32), INTERP)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def transpose_bytes(a, b, c, d):
+    """4 x 4 bytes in four int32 -> transposed."""
+    L: tl.constexpr = 0x00FF00FF
+    x = (a & 0xFFFF) | (c << 16)
+    y = (b & 0xFFFF) | (d << 16)
+    z = ((a >> 16) & 0xFFFF) | (c & -65536)
+    w = ((b >> 16) & 0xFFFF) | (d & -65536)
+    return x & L | (y & L) << 8, (x >> 8) & L | y & -16711936, z & L | (w & L) << 8, (z >> 8) & L | w & -16711936
+
+
+@triton.jit
+def in_a_row(a, b, c, d):
+    """Four [R, B] -> [R, B, 4]."""
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], a.shape[1], 4)
+
+
+@triton.jit
+def dequantize_fp8_kernel(
+    w_ptr,
+    s_ptr,
+    o_ptr,
+    N,
+    K,
+    swn,
+    ssn,
+    TRANSPOSE: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """o (N, K) e4m3 bytes, as int32 of four, = e4m3(code * block_scale / 8); TRANSPOSE: (K, N), N a multiple of 4. w_ptr int64."""
+    n0 = tl.program_id(0) // tl.cdiv(K, BK) * BN
+    k0 = tl.program_id(0) % tl.cdiv(K, BK) * BK
+    b = k0 // 16 + tl.arange(0, BK // 16)
+    if TRANSPOSE:
+        g = n0 + tl.arange(0, BN // 4) * 4
+        a0, a1, a2, a3 = fp8_blocks(w_ptr, s_ptr, g, b, N, K // 16, swn, ssn, INTERP)
+        b0, b1, b2, b3 = fp8_blocks(w_ptr, s_ptr, g + 1, b, N, K // 16, swn, ssn, INTERP)
+        c0, c1, c2, c3 = fp8_blocks(w_ptr, s_ptr, g + 2, b, N, K // 16, swn, ssn, INTERP)
+        d0, d1, d2, d3 = fp8_blocks(w_ptr, s_ptr, g + 3, b, N, K // 16, swn, ssn, INTERP)
+        t0, t1, t2, t3 = transpose_bytes(a0, b0, c0, d0)
+        u0, u1, u2, u3 = transpose_bytes(a1, b1, c1, d1)
+        v0, v1, v2, v3 = transpose_bytes(a2, b2, c2, d2)
+        w0, w1, w2, w3 = transpose_bytes(a3, b3, c3, d3)
+        low = tl.join(in_a_row(t0, t1, t2, t3), in_a_row(v0, v1, v2, v3))
+        high = tl.join(in_a_row(u0, u1, u2, u3), in_a_row(w0, w1, w2, w3))
+        words = tl.join(low, high).permute(0, 1, 3, 4, 2).reshape(BN // 4, BK).trans()  # in each block: v or t, w or u, byte
+        k = k0 + tl.arange(0, BK)
+        at = k[:, None].to(tl.int64) * (N // 4) + (g // 4)[None, :]
+        tl.store(o_ptr + at, words, mask=(k[:, None] < K) & (g[None, :] < N))
+    else:
+        n = n0 + tl.arange(0, BN)
+        w0, w1, w2, w3 = fp8_blocks(w_ptr, s_ptr, n, b, N, K // 16, swn, ssn, INTERP)
+        words = in_a_row(w0, w1, w2, w3).reshape(BN, BK // 4)
+        k = k0 // 4 + tl.arange(0, BK // 4)
+        at = n[:, None].to(tl.int64) * (K // 4) + k[None, :]
+        tl.store(o_ptr + at, words, mask=(n[:, None] < N) & (k[None, :] < K // 4))

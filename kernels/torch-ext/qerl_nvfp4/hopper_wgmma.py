@@ -1,66 +1,71 @@
-"""The Hopper kernel for 17 to about a thousand tokens, in Gluon: warps with roles.
+"""The Hopper kernel for more tokens than 16, in Gluon: warps with roles.
 
 A program computes tiles of 64 P rows (weights) by BM columns (tokens).  P groups of four warps own 64 rows each: they decode words from
-shared memory into the *register* operand of `wgmma`; while one group decodes, the matrix units work for the others.  One warp keeps a
-ring of S stages full: the bulk copy engine brings words, scales and x, and takes y away.  x must be in the k order in which words are decoded: either it
-comes so (portable.permute_kernel), or (PERMUTE) four more warps put it in order in shared memory, which saves a launch, or (NATURAL) bytes are decoded
-in x's own order, which takes more instructions and neither.
+shared memory into the *register* operand of `wgmma` (hopper_decode.py); while one group decodes, the matrix units work for the others.
+One warp keeps the rings full: the bulk copy engine brings words, scales and x, and takes y away.
 
-An adapter has shared memory of its own for B and x A^T, filled when a tile's last unit has been asked for (hopper_adapt.py).
+    loading warp                               P groups of 4 warps
+    wait empty[st] <-----------------------+
+    copy words, scales ~~> full[st] --------> | wait full[st]; 2 times: words into registers
+    wait x_free[xs] <----------------------+  |   for each stage of x: wait x_full[xs]; decode 32 columns, wgmma of every part
+    copy x of each part ~~> x_full[xs] -----> |     arrive x_free[the one before], after the first wgmma of the next stage
+                                              |   arrive empty[the one before], after the first wgmma of the next unit
+
+Two forms of the ring.  X = 0: x comes with the words, 256 columns at a time, in full[st]; a ring of two stages is then filled and emptied by
+halves (B = 2).  X > 0: x has a ring of its own of fewer columns, so that up to 288 tokens fit beside the words.
+
+x must be in the k order in which words are decoded: it comes so (from portable.permute_kernel, or from quantize_fp8), or four more warps put
+it in order in shared memory, which saves a launch ("permute"), or bytes are decoded in x's own order ("natural").
+
+With FP8 (W4A8) x is e4m3 with a scale per token, weights are decoded to e4m3, and a tile's last step multiplies by both scales.  The
+adapter stays bfloat16: it has shared memory of its own for B and x A^T, filled when a tile's last unit has been asked for (hopper_adapt.py).
 
 Programs first compute whole tiles, neighbours at the same time, so that they share words and x in the second-level cache.  What does
 not go round is cut as in hopper.py; of the programs that share a tile, the one that begins it adds up what the others leave, in order.
+
+Legend: st, xs stages; phase, x_phase the parity that is waited for; it, u units along K; h halves of a unit; part a group of warps;
+n0, m0 first row and token; the constants of `Tile` (hopper_tile.py).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .gluon_names import async_load, async_store, barrier
-from .hopper import decode_scales, decode_word, finish, halves, opaque_zero
-from .hopper_adapt import SUMS_SHARED, T, adapt, load_adapter, lower_flags, multiply_adapter
-
-X_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-S_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
-L_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # 32 columns of B or of x A^T
-R = gl.constexpr(64)  # rows of a group of four warps
-
-# [64 rows, 16 words]: a lane holds 4 words of a row, so 32 consecutive columns; [64 rows, 4 pairs of scales] goes with it
-WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
-    )
-)
-SCALES = gl.constexpr(
-    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
-)
+from .gluon_names import async_load, async_store, barrier, partitions, record
+from .hopper import finish, opaque_zero
+from .hopper_adapt import SUMS_SHARED, Down, Lora, T, adapt, load_adapter, lower_flags, multiply_adapter
+from .hopper_decode import piece_of, read
+from .hopper_tile import R, Tile, Work, accumulator, count, operand, size, start, wait
 
 
-# all of four words, or of four pairs of scales, of a row in each of the lanes that share it
-SHARED_BY_LANES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-)
-# One byte (a lane's own, chosen by $8) of each of four words, two codes of neighbouring columns.  A code's bits are put where a bfloat16
-# has them by two multiplications that leave both copies of a byte side by side, the lower code's in the lower half.
-DECODE_BYTES = gl.constexpr(
-    "{ .reg .b32 c, u, s2, nz; mov.b32 nz, 0x80008000; mov.b32 s2, {$9, $9};"
-    + "".join(
-        ("mov.b32 s2, {$10, $10};" if i == 2 else "")
-        + f"prmt.b32 c, ${4 + i}, 0, $8; mul.lo.u32 u, c, 0x00040040; mul.lo.u32 c, c, 0x01001000;"
-        f"and.b32 u, u, 0x01C001C0; and.b32 c, c, 0x80008000; or.b32 u, u, c; fma.rn.bf16x2 ${i}, u, s2, nz;"
-        for i in range(4)
-    )
-    + "}"
-)
+@record
+class Ring:
+    """Shared memory that is filled and emptied again and again, and its barriers."""
+
+    w_sh: gl.shared_memory_descriptor  # [S B P, R rows, 32 / B words]
+    s_sh: gl.shared_memory_descriptor  # [S P, R rows, 8 pairs of scales]
+    x_sh: gl.tuple  # [stages, tokens of a part, C columns] of each part
+    full: gl.shared_memory_descriptor  # words and scales (X = 0: and x, in order) have arrived
+    empty: gl.shared_memory_descriptor  # every group is done with them
+    x_full: gl.shared_memory_descriptor  # x has arrived ("permute": as it is)
+    x_free: gl.shared_memory_descriptor
+
+
+@record
+class Out:
+    """Where y goes, and what a tile's last step needs."""
+
+    y_d: gl.tensor
+    y_sh: gl.shared_memory_descriptor  # [2 P, 16 tokens, R rows]
+    gs_ptr: gl.tensor  # float32 divisors of rows, sgs apart
+    bias_ptr: gl.tensor
+    xs_ptr: gl.tensor  # float32 scales of tokens
+    ws_ptr: gl.tensor  # float32, what programs leave of tiles that they share
+    cnt_ptr: gl.tensor  # how many have left theirs
+    M: gl.tensor
+    N: gl.tensor
+    sgs: gl.tensor
 
 
 @gluon.constexpr_function
@@ -70,32 +75,6 @@ def partial_layout(BM):
     regs = [[0, 0, 1], [0, 0, 2]] + [[1 << i, 0, 0] for i in range(pieces.bit_length() - 1)]
     threads = [[0, 1 << i, 0] for i in range(7)]
     return gl.DistributedLinearLayout(regs, threads[:5], threads[5:], [], [pieces, 128, 4])
-
-
-def pieces_of(S: int) -> int:
-    """Pieces of a unit, each with barriers of its own: a short ring is filled by halves."""
-    return 2 if S == 2 else 1
-
-
-def words_layout(S: int):
-    """32 words of a row, or half as many."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128 // pieces_of(S), element_bitwidth=32, rank=2)
-
-
-barriers_of = gluon.constexpr_function(pieces_of)
-
-
-def registers(BM: int, P: int, permute: bool, tasks: bool) -> tuple[int, int, int]:
-    """Registers a thread: what 64 Ki allow on average, of the groups that multiply, and of the ring's warp (it counts as four).
-
-    Where there are no other warps, the ring's gives most of its registers to those that multiply; fewer if x A^T is computed beside it,
-    except where a tile is so wide that its sums leave no others.
-    """
-    average = 65536 // (128 * (P + 1 + permute)) // 8 * 8
-    if permute:
-        return average, average, average
-    ring = 24 if not tasks else 152 if P == 2 and BM < 256 else 88
-    return average, ((P + 1) * average - ring) // P // 8 * 8, ring
 
 
 @gluon.constexpr_function
@@ -108,152 +87,130 @@ def tokens_layout(T):
 
 
 @gluon.jit
+def before(st, S: gl.constexpr):
+    """The stage before this one."""
+    return gl.where(st == 0, S - 1, st - 1)
+
+
+@gluon.jit
 def idle():
     """A warp that only makes up a group of four."""
     finish()
 
 
 @gluon.jit
-def spare(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, TASKS: gl.constexpr, PDL: gl.constexpr):
+def spare(down, sums_sh, tile, ROUND: gl.constexpr):
     """Two more such warps, which compute x A^T if there are TASKS."""
-    if TASKS:
-        adapt(adapter, sums_sh, KS, BM, ROUND, PDL)
+    if tile.TASKS:
+        adapt(down, sums_sh, tile, ROUND)
     finish()
 
 
-@gluon.jit
-def units_of(work):
-    """Of this program."""
-    _, _, u0, u1, steps, _, _, D = work
-    return D * steps + u1 - u0
+# --- the warps that fill the rings ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def tiles_of(work):
-    """Of this program, also those that it shares."""
-    _, _, u0, u1, steps, _, _, D = work
-    return D + (u1 + steps - 1) // steps - u0 // steps
-
-
-@gluon.jit
-def segment(j, work):
-    """What this program computes j-th: a tile (which of all, which of the split ones) and its first and last step."""
-    pid, G, u0, u1, steps, _, _, D = work
-    tile = j * G + pid
-    t = 0
-    s0 = 0
-    s1 = steps
-    if j >= D:
-        t = u0 // steps + j - D
-        tile = D * G + t
-        s0 = gl.maximum(u0 - t * steps, 0)
-        s1 = gl.minimum(u1 - t * steps, steps)
-    return tile, t, s0, s1
-
-
-# --- the warps that fill the ring ------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def load_weights(w_d, s_d, w_sh, s_sh, full, st, b: gl.constexpr, n0, it, P: gl.constexpr, B: gl.constexpr):
+def load_weights(maps, ring, st, b: gl.constexpr, n0, it, tile):
     """Words of piece b of a unit; with the last piece come the scales of all, for which the first one's readers wait too."""
-    mbarrier.expect(full.index(st * B + b), P * R * 128 // B)
+    P: gl.constexpr = tile.P
+    B: gl.constexpr = tile.B
+    mbarrier.expect(ring.full.index(st * B + b), P * R * 128 // B)
     for p in gl.static_range(P):
         at = [n0 + p * R, it * 32 + b * 16]
-        async_load(w_d, at, full.index(st * B + b), w_sh.index((st * B + b) * P + p))
+        async_load(maps[0], at, ring.full.index(st * B + b), ring.w_sh.index((st * B + b) * P + p))
     if b == B - 1:
-        mbarrier.expect(full.index(st * B), P * R * 16)
+        mbarrier.expect(ring.full.index(st * B), P * R * 16)
         for p in gl.static_range(P):
-            async_load(s_d, [n0 + p * R, it * 8], full.index(st * B), s_sh.index(st * P + p))
+            async_load(maps[1], [n0 + p * R, it * 8], ring.full.index(st * B), ring.s_sh.index(st * P + p))
 
 
 @gluon.jit
-def load_x(x_d, x_sh, arrived, st, b: gl.constexpr, m0, it, BM: gl.constexpr, B: gl.constexpr):
-    """x of piece b of a unit; a buffer for each half of it."""
-    mbarrier.expect(arrived.index(st * B + b), BM * 512 // B)
-    for h in gl.static_range(b, 2, B):
-        async_load(x_d, [m0, it * 256 + h * 128], arrived.index(st * B + b), x_sh.index(st * 2 + h))
+def load_x(x_maps, ring, arrived, at, m0, k0, tile):
+    """A stage of x: C columns of every part."""
+    for i in gl.static_range(count(tile.BM)):
+        async_load(x_maps[i], [m0 + start(tile.BM, i), k0], arrived, ring.x_sh[i].index(at))
 
 
 @gluon.jit
-def produce(
-    maps,
-    ring,
-    work,
-    lora,
-    shards,
-    P: gl.constexpr,
-    BM: gl.constexpr,
-    S: gl.constexpr,
-    RANK: gl.constexpr,
-    TASKS: gl.constexpr,
-    PDL: gl.constexpr,
-    PERMUTE: gl.constexpr,
-):
+def produce(x_maps, w_maps, xa_maps, ring, work, lora, tile):
     """One warp that asks for everything."""
-    x_d, w_d, s_d, b_d, xa_d = maps
-    B: gl.constexpr = barriers_of(S)
-    w_sh, s_sh, x_sh, raw, full, empty = ring
-    pid, G, u0, _, steps, _, mt, D = work
-    arrived = raw if PERMUTE else full
-    for i in gl.static_range(S):  # weights do not depend on the previous kernel
-        if i < units_of(work):
-            tile = i // steps * G + pid
-            it = i % steps
-            if i >= D * steps:
-                u = u0 + i - D * steps
-                tile = D * G + u // steps
-                it = u % steps
+    B: gl.constexpr = tile.B
+    BYTES: gl.constexpr = tile.BM * tile.C * (1 if tile.FP8 else 2)  # of a stage of x
+    for i in gl.static_range(tile.S):  # weights do not depend on the previous kernel
+        if i < work.units():
+            t = i // work.steps * work.G + work.pid
+            it = i % work.steps
+            if i >= work.D * work.steps:
+                u = work.u0 + i - work.D * work.steps
+                t = work.D * work.G + u // work.steps
+                it = u % work.steps
             for b in gl.static_range(B):
-                load_weights(w_d, s_d, w_sh, s_sh, full, i, b, tile // mt * (P * R), it, P, B)
-    if PDL:
+                load_weights(w_maps, ring, i, b, t // work.mt * (tile.P * R), it, tile)
+    if tile.PDL:
         gdc_wait()
     st = 0
     phase = 1
+    xs = 0
+    x_phase = 1
     turn = 0
     waited = 0
     v = 0
-    for j in range(tiles_of(work)):
-        tile, _, s0, s1 = segment(j, work)
-        n0 = tile // mt * (P * R)
-        m_tile = tile % mt
+    for j in range(work.tiles()):
+        t, _, s0, s1 = work.segment(j)
+        n0 = t // work.mt * (tile.P * R)
+        m_tile = t % work.mt
         for it in range(s0, s1):
-            for b in gl.static_range(B):
-                mbarrier.wait(empty.index(st * B + b), phase)
-                if v >= S:
-                    load_weights(w_d, s_d, w_sh, s_sh, full, st, b, n0, it, P, B)
-                load_x(x_d, x_sh, arrived, st, b, m_tile * BM, it, BM, B)
+            if tile.X == 0:
+                for b in gl.static_range(B):
+                    mbarrier.wait(ring.empty.index(st * B + b), phase)
+                    if v >= tile.S:
+                        load_weights(w_maps, ring, st, b, n0, it, tile)
+                    arrived = ring.x_full.index(st * B + b) if tile.ORDER == "permute" else ring.full.index(st * B + b)
+                    mbarrier.expect(arrived, 2 * BYTES // B)
+                    for h in gl.static_range(b, 2, B):
+                        load_x(x_maps, ring, arrived, st * 2 + h, m_tile * tile.BM, it * 256 + h * 128, tile)
+            else:
+                if v >= tile.S:
+                    mbarrier.wait(ring.empty.index(st), phase)
+                    load_weights(w_maps, ring, st, 0, n0, it, tile)
+                for c in gl.static_range(256 // tile.C):
+                    mbarrier.wait(ring.x_free.index(xs), x_phase)
+                    mbarrier.expect(ring.x_full.index(xs), BYTES)
+                    load_x(x_maps, ring, ring.x_full.index(xs), xs, m_tile * tile.BM, it * 256 + c * tile.C, tile)
+                    xs += 1
+                    if xs == tile.X:
+                        xs = 0
+                        x_phase ^= 1
             v += 1
             st += 1
-            if st == S:
+            if st == tile.S:
                 st = 0
                 phase ^= 1
-        if RANK > 0:  # noqa: SIM102
+        if tile.RANK > 0:  # noqa: SIM102
             if s0 == 0:
-                waited, turn = load_adapter(b_d, xa_d, lora, shards, n0, m_tile, waited, turn, P, BM, RANK, TASKS)
-    if TASKS:  # noqa: SIM102
-        if units_of(work) > 0:
-            lower_flags(shards, G)
+                waited, turn = load_adapter(w_maps[2], xa_maps, lora, n0, m_tile, waited, turn, tile)
+    if tile.TASKS:  # noqa: SIM102
+        if work.units() > 0:
+            lower_flags(lora, work)
     finish()
 
 
 @gluon.jit
-def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
+def permute(ring, work, tile):
     """Four warps: column 32 t + 8 j + 4 p + 2 i1 + i0 of x moves to 32 j + 16 i1 + 8 i0 + 2 t + p, in place."""
-    _, _, x_sh, raw, full, _ = ring
-    T: gl.constexpr = min(BM, 64)
+    T: gl.constexpr = min(tile.BM, 64)
     st = 0
     phase = 0
-    for _ in range(units_of(work)):
-        mbarrier.wait(raw.index(st), phase)
-        for i in gl.static_range(2 * BM // T):
-            part = x_sh.index(st * 2 + i % 2).slice(i // 2 * T, T, 0)
+    for _ in range(work.units()):
+        mbarrier.wait(ring.x_full.index(st), phase)
+        for i in gl.static_range(2 * tile.BM // T):
+            part = ring.x_sh[0].index(st * 2 + i % 2).slice(i // 2 * T, T, 0)
             x = part.load(tokens_layout(T)).reshape([T, 4, 4, 2, 2, 2])
             part.store(x.permute([0, 2, 4, 5, 1, 3]).reshape([T, 128]))
         fence_async_shared()
-        mbarrier.arrive(full.index(st))
+        mbarrier.arrive(ring.full.index(st))
         st += 1
-        if st == S:
+        if st == tile.S:
             st = 0
             phase ^= 1
     finish()
@@ -263,299 +220,251 @@ def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def taken_on():
-    """A warp waits for its wgmma to be taken on: ptxas must not gather the decodes before the first of them."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+def multiply(accs, a, x_sh, at, k: gl.constexpr, tile):
+    """accs[i] += a [64, 32 columns] times x of part i, columns 32 k .. of a stage; returns when what was begun before this is done."""
+    begun = ()
+    for i in gl.static_range(count(tile.BM)):
+        left = gl.convert_layout(a, operand(size(tile.BM, i), tile.FP8), assert_trivial=True)
+        right = x_sh[i].index(at).permute([1, 0]).slice(k * 32, 32, 0)
+        begun = begun + (warpgroup_mma(left, right, accs[i], is_async=True),)  # noqa: RUF005
+    return wait(begun, count(tile.BM), tile.BM)
 
 
 @gluon.jit
-def left_operand(p0, p1, p2, p3, AL: gl.constexpr):
-    """[64 rows, 4 lanes] pairs, those of 8 columns of the operand in each."""
-    A = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
-    return gl.convert_layout(A.permute([0, 3, 2, 1, 4]).reshape([R, 32]), AL, assert_trivial=True)
+def offsets(B: gl.constexpr):
+    """Of a thread's values of a part in what a program leaves."""
+    L: gl.constexpr = partial_layout(B)
+    piece = gl.arange(0, B // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    return piece * 512 + thread * 4 + four + opaque_zero() * 4
 
 
 @gluon.jit
-def decode(q, s, AL: gl.constexpr):
-    """[64 rows, 4 lanes] words and a scale each -> the left operand, 32 columns."""
-    taken_on()
-    p0, p1, p2, p3 = decode_word(q, gl.convert_layout(s, q.type.layout, assert_trivial=True))
-    return left_operand(p0, p1, p2, p3, AL)
+def leave(acc, ptr):
+    """16 bytes of every thread next to each other."""
+    B: gl.constexpr = acc.shape[1]
+    a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
+    gl.store(ptr + offsets(B), a)
 
 
 @gluon.jit
-def of_a_row(v):
-    """[64 rows, 4] of SHARED_BY_LANES -> four [64 rows, 1]."""
-    even, odd = gl.split(v.reshape([R, 2, 2]))
-    v0, v2 = gl.split(even)
-    v1, v3 = gl.split(odd)
-    L: gl.constexpr = gl.SliceLayout(1, SCALES)
-    v0 = gl.convert_layout(v0, L, assert_trivial=True)[:, None]
-    v1 = gl.convert_layout(v1, L, assert_trivial=True)[:, None]
-    v2 = gl.convert_layout(v2, L, assert_trivial=True)[:, None]
-    v3 = gl.convert_layout(v3, L, assert_trivial=True)[:, None]
-    return v0, v1, v2, v3
-
-
-@gluon.jit
-def decode_natural(words, s0, s1, AL: gl.constexpr):
-    """Four words of each row and the scales of two and two -> the left operand, 32 columns in the order in which they lie in memory.
-
-    A lane takes one byte of each word, two neighbouring columns of 8, as the operand has them.
-    """
-    taken_on()
-    q0, q1, q2, q3 = of_a_row(words.load(SHARED_BY_LANES))
-    byte = gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :] + 0x4440  # zeros above it
-    p0, p1, p2, p3 = gl.inline_asm_elementwise(
-        asm=DECODE_BYTES,
-        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r,h,h",
-        args=[q0, q1, q2, q3, byte, s0, s1],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    return left_operand(p0, p1, p2, p3, AL)
-
-
-@gluon.jit
-def gather(acc, cnt_ptr, ws_ptr, part: gl.constexpr, pid, G, t, s0, s1, steps, U, P: gl.constexpr):
-    """Of the programs that share tile t of the split ones, the one that began it waits for the others and adds theirs in order."""
-    if s1 - s0 < steps:
-        BM: gl.constexpr = acc.shape[1]
-        L: gl.constexpr = partial_layout(BM)
-        piece = gl.arange(0, BM // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-        thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-        four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-        off = piece * 512 + thread * 4 + four + opaque_zero() * 4
-        a = acc.reshape([4, 2, 8, BM // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-        a = gl.convert_layout(a.reshape([BM // 8, 128, 4]), L, assert_trivial=True)
-        if s0 == 0:
-            p1 = ((t + 1) * steps * G - 1) // U
-            while gl.atomic_add(cnt_ptr, 0, sem="acquire") < p1 - pid:
-                pass
-            barrier()
-            for p in range(pid + 1, p1 + 1):
-                a += gl.load(ws_ptr + ((p * P + part) * (R * BM) + off), cache_modifier=".cg")
-            gl.store(cnt_ptr, 0)
-            total = a.reshape([BM // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-            acc = gl.convert_layout(total.reshape([R, BM]), acc.type.layout, assert_trivial=True)
-        else:
-            gl.store(ws_ptr + ((pid * P + part) * (R * BM) + off), a)
-            barrier()
-            gl.atomic_add(cnt_ptr, 1, sem="release")
+def finished(acc, ptr, stride, pid, p1, factor, bias, xs_ptr, m0, M, tile):
+    """The sum of a part with what programs pid + 1 to p1 left, in order; times the rows' and the tokens' factors, plus bias."""
+    B: gl.constexpr = acc.shape[1]
+    rows: gl.constexpr = gl.SliceLayout(1, accumulator(B))
+    off = offsets(B)
+    a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
+    for p in range(pid + 1, p1 + 1):
+        a += gl.load(ptr + (p * stride + off), cache_modifier=".cg")
+    total = a.reshape([B // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    acc = gl.convert_layout(total.reshape([R, B]), accumulator(B), assert_trivial=True)
+    acc = acc * gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
+    if tile.FP8:
+        m = m0 + gl.arange(0, B, layout=gl.SliceLayout(0, accumulator(B)))
+        acc = acc * gl.load(xs_ptr + gl.minimum(m, M - 1))[None, :]
+    if tile.BIAS:
+        acc += gl.convert_layout(bias, rows, assert_trivial=True)[:, None]
     return acc
 
 
+@gluon.constexpr_function
+def first_buffer(BM, i):
+    """A last part of 16 tokens takes the second buffer: what is written next waits for all copies but one, and takes the first."""
+    return int(BM % 32 == 16 and BM > 16 and i == bin(BM).count("1") - 1)
+
+
 @gluon.jit
-def write(y, y_d, y_sh, m0, n0, part: gl.constexpr, turn: gl.constexpr, BM: gl.constexpr):
+def write(y, out, m0, n0, part: gl.constexpr, turn: gl.constexpr, BM: gl.constexpr):
     """y [rows, tokens] -> global memory, 16 tokens at a time, through two buffers."""
     if y.shape[1] > 16:
         lo, hi = gl.split(y.reshape([y.shape[0], 2, y.shape[1] // 2]).permute([0, 2, 1]))
-        write(lo, y_d, y_sh, m0, n0, part, turn, BM)
-        write(hi, y_d, y_sh, m0 + y.shape[1] // 2, n0, part, turn + y.shape[1] // 32, BM)
+        write(lo, out, m0, n0, part, turn, BM)
+        write(hi, out, m0 + y.shape[1] // 2, n0, part, turn + y.shape[1] // 32, BM)
     else:
-        buffer = y_sh.index(part * 2 + turn % 2)
+        buffer = out.y_sh.index(part * 2 + turn % 2)
         tma.store_wait(0 if BM == 16 else 1)
         barrier()
         buffer.store(y.permute([1, 0]))
         fence_async_shared()
         barrier()
-        async_store(y_d, [m0, n0], buffer)
+        async_store(out.y_d, [m0, n0], buffer)
 
 
 @gluon.jit
-def words_of(w_sh, st, h: gl.constexpr, part: gl.constexpr, P: gl.constexpr, B: gl.constexpr):
-    """Half h of a group's unit."""
-    if B == 2:
-        return w_sh.index((st * 2 + h) * P + part)
-    else:  # Triton 3.9 compiles what follows a return, whatever the condition
-        return w_sh.index(st * P + part).slice(h * 16, 16, 1)
-
-
-@gluon.jit
-def read(w_sh, s_sh, st, h: gl.constexpr, part: gl.constexpr, P: gl.constexpr, B: gl.constexpr, NATURAL: gl.constexpr):
-    """What `piece_of` takes of half a unit: words, which are loaded piece by piece if x is in its NATURAL order, and a row's eight scales or
-    the two of a lane's words, decoded."""
-    scales = s_sh.index(st * P + part).slice(h * 4, 4, 1)
-    if NATURAL:
-        s0, s1, s2, s3 = of_a_row(scales.load(SHARED_BY_LANES))
-        scales = (decode_scales(s0), decode_scales(s1), decode_scales(s2), decode_scales(s3))
-        return words_of(w_sh, st, h, part, P, B), scales
-    else:
-        s0, s1 = decode_scales(scales.load(SCALES))
-        even, odd = gl.split(words_of(w_sh, st, h, part, P, B).load(WORDS).reshape([R, 4, 2, 2]))
-        q0, q2 = gl.split(even)
-        q1, q3 = gl.split(odd)
-        return (q0, q1, q2, q3), (s0, s1)
-
-
-@gluon.jit
-def piece_of(words, scales, i: gl.constexpr, AL: gl.constexpr, NATURAL: gl.constexpr):
-    """The left operand of the i-th 32 of 128 columns."""
-    if NATURAL:
-        return decode_natural(words.slice(4 * i, 4, 1), scales[i][0], scales[i][1], AL)
-    else:
-        return decode(words[i], scales[i // 2], AL)
-
-
-@gluon.jit
-def consume(
-    ring,
-    work,
-    out,
-    lora,
-    shards,
-    part: gl.constexpr,
-    P: gl.constexpr,
-    BM: gl.constexpr,
-    S: gl.constexpr,
-    BIAS: gl.constexpr,
-    RANK: gl.constexpr,
-    NATURAL: gl.constexpr,
-):
+def consume(ring, work, out, lora, part: gl.constexpr, tile):
     """Four warps: rows part * 64 .. of every tile."""
-    B: gl.constexpr = barriers_of(S)
-    w_sh, s_sh, x_sh, _, full, empty = ring
-    pid, G, _, _, steps, U, mt, _ = work
-    y_d, y_sh, gs_ptr, bias_ptr, ws_ptr, cnt_ptr, N, sgs = out
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    n_a = gl.arange(0, R, layout=gl.SliceLayout(1, MMA))
+    B: gl.constexpr = tile.B
+    BM: gl.constexpr = tile.BM
+    PARTS: gl.constexpr = count(BM)
+    EACH: gl.constexpr = tile.C // 32  # wgmma of a stage of x
+    A_LAYOUT: gl.constexpr = operand(size(BM, 0), tile.FP8)
+    DECODED: gl.constexpr = 8.0 if tile.FP8 else 256.0
     st = 0
     phase = 0
+    xs = 0
+    x_phase = 0
     turn = 0
-    for j in range(tiles_of(work)):
-        tile, t, s0, s1 = segment(j, work)
-        acc = gl.zeros([R, BM], gl.float32, MMA)
+    for j in range(work.tiles()):
+        t, shared, s0, s1 = work.segment(j)
+        accs = ()
+        for i in gl.static_range(PARTS):
+            accs = accs + (gl.zeros([R, size(BM, i)], gl.float32, accumulator(size(BM, i), tile.FP8)),)  # noqa: RUF005
         for u in range(s0, s1):
             for h in gl.static_range(2):
                 if h < B:
-                    mbarrier.wait(full.index(st * B + h), phase)
-                words, scales = read(w_sh, s_sh, st, h, part, P, B, NATURAL)
-                x = x_sh.index(st * 2 + h).permute([1, 0])
+                    mbarrier.wait(ring.full.index(st * B + h), phase)
+                words, scales = read(ring.w_sh, ring.s_sh, st, h, part, tile)
                 for i in gl.static_range(4):
-                    a = piece_of(words, scales, i, AL, NATURAL)
-                    acc = warpgroup_mma(a, x.slice(32 * i, 32, 0), acc, is_async=True)
-                    acc = warpgroup_mma_wait(1, deps=[acc])
-                    if i == 0:
-                        if h == 0:  # the last wgmma of the unit before is done
-                            mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * B + B - 1), pred=u > s0)
-                        elif B == 2:
-                            mbarrier.arrive(empty.index(st * B))
+                    if tile.X == 0:
+                        accs = multiply(accs, piece_of(words, scales, i, A_LAYOUT, tile), ring.x_sh, st * 2 + h, i, tile)
+                        if i == 0:
+                            if h == 0:  # the last wgmma of the unit before is done
+                                mbarrier.arrive(ring.empty.index(before(st, tile.S) * B + B - 1), pred=u > s0)
+                            elif B == 2:
+                                mbarrier.arrive(ring.empty.index(st * B))
+                    else:
+                        if i % EACH == 0:
+                            mbarrier.wait(ring.x_full.index(xs), x_phase)
+                        accs = multiply(accs, piece_of(words, scales, i, A_LAYOUT, tile), ring.x_sh, xs, i % EACH, tile)
+                        if i % EACH == 0:  # every wgmma of the columns before is done
+                            mbarrier.arrive(ring.x_free.index(before(xs, tile.X)), pred=(u > s0) | (h + i > 0))
+                            if h + i == 0:
+                                mbarrier.arrive(ring.empty.index(before(st, tile.S)), pred=u > s0)
+                        if i % EACH == EACH - 1:
+                            xs += 1
+                            if xs == tile.X:
+                                xs = 0
+                                x_phase ^= 1
             st += 1
-            if st == S:
+            if st == tile.S:
                 st = 0
                 phase ^= 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * B + B - 1))
-        pn = tile // mt
-        n0 = pn * (P * R) + part * R
-        safe = gl.minimum(n0 + n_a + opaque_zero(), N - 1)
-        gs = gl.load(gs_ptr + safe * sgs)  # on their way while the others' sums are awaited
-        if BIAS:
-            bias = gl.load(bias_ptr + safe)
-        acc = gather(acc, cnt_ptr + (t * P + part), ws_ptr, part, pid, G, t, s0, s1, steps, U, P)
+        accs = wait(accs, 0, BM)
+        if tile.X > 0:
+            mbarrier.arrive(ring.x_free.index(before(xs, tile.X)))
+        mbarrier.arrive(ring.empty.index(before(st, tile.S) * B + B - 1))
+        pn = t // work.mt
+        n0 = pn * (tile.P * R) + part * R
+        n_a = gl.arange(0, R, layout=gl.SliceLayout(1, accumulator(size(BM, 0))))
+        safe = gl.minimum(n0 + n_a + opaque_zero(), out.N - 1)
+        gs = gl.load(out.gs_ptr + safe * out.sgs)  # on their way while the others' sums are awaited
+        bias = gs
+        if tile.BIAS:
+            bias = gl.load(out.bias_ptr + safe).to(gl.float32)
+        p1 = work.pid  # the last program that has a share in this tile
+        if s1 - s0 < work.steps:
+            counter = out.cnt_ptr + (shared * tile.P + part)
+            if s0 == 0:
+                p1 = ((shared + 1) * work.steps * work.G - 1) // work.U
+                while gl.atomic_add(counter, 0, sem="acquire") < p1 - work.pid:
+                    pass
+                barrier()
+                gl.store(counter, 0)
+            else:
+                for i in gl.static_range(PARTS):
+                    leave(accs[i], out.ws_ptr + ((work.pid * tile.P + part) * (R * BM) + R * start(BM, i)))
+                barrier()
+                gl.atomic_add(counter, 1, sem="release")
         if s0 == 0:
-            acc = acc * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
-            if BIAS:
-                acc += bias.to(gl.float32)[:, None]
-            if RANK > 0:
-                acc, turn = multiply_adapter(acc, lora, shards, pn * (P * R), part, turn, P, RANK, AL)
-            write(acc.to(gl.bfloat16), y_d, y_sh, (tile - pn * mt) * BM, n0, part, 0, BM)
+            factor = gl.div_rn(gs * 0.0 + DECODED, gs)
+            sums = ()
+            for i in gl.static_range(PARTS):
+                left = out.ws_ptr + (part * (R * BM) + R * start(BM, i))
+                m0 = (t - pn * work.mt) * BM + start(BM, i)
+                y = finished(accs[i], left, tile.P * R * BM, work.pid, p1, factor, bias, out.xs_ptr, m0, out.M, tile)
+                sums = sums + (y,)  # noqa: RUF005
+            if tile.RANK > 0:
+                sums, turn = multiply_adapter(sums, lora, pn * (tile.P * R), part, turn, tile)
+            for i in gl.static_range(PARTS):
+                m0 = (t - pn * work.mt) * BM + start(BM, i)
+                write(sums[i].to(gl.bfloat16), out, m0, n0, part, first_buffer(BM, i), size(BM, i))
     tma.store_wait(0)  # shared memory must outlive what is read from it
     finish()
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "D", "e1", "e2", "R8", "H", "KS"])
+@gluon.jit
+def barriers(stages: gl.constexpr, arrivals):
+    """A barrier for each stage.  One that nobody waits for must not be made: Triton gives its memory to a buffer, and a GPU that changes
+    between processes writes barriers back when it returns (PTX: mbarrier.inval before the memory is used for anything else)."""
+    made = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(made.index(i), arrivals)
+    return made
+
+
+@gluon.constexpr_function
+def warps_of(P, permute):
+    return [4] * (P - 1 + permute) + [1, 1, 2]
+
+
+@gluon.constexpr_function
+def registers_of(P, permute, groups, ring):
+    return [groups] * (P - 1 + permute) + [ring] * 3
+
+
+@gluon.jit
 def wgmma_kernel(
-    x_d,
-    w_d,
-    s_d,
-    b_d,
-    xa_d,
-    y_d,
-    x_ptr,
-    a_ptr,
-    slice_ptr,
-    xa_ptr,
-    flag_ptr,
-    done_ptr,
-    taken_ptr,
-    count_ptr,
-    gs_ptr,
-    bias_ptr,
-    ws_ptr,
-    cnt_ptr,
-    M,
-    N,
-    K,
-    sxm,
-    sgs,
-    R8,
-    H,
-    KS,
-    e1,
-    e2,
-    steps,
-    U,
-    mt,
-    D,
-    BM: gl.constexpr,
-    P: gl.constexpr,
-    S: gl.constexpr,
-    BIAS: gl.constexpr,
-    RANK: gl.constexpr,
-    TASKS: gl.constexpr,
-    PDL: gl.constexpr,
-    PERMUTE: gl.constexpr,
-    NATURAL: gl.constexpr,
-    REGS: gl.constexpr,
-    RING_REGS: gl.constexpr,
-):
+    x0_d, x1_d, x2_d, w_d, s_d, b_d, xa0_d, xa1_d, xa2_d, y_d, pointers, aligned, sizes, V: gl.constexpr
+):  # fmt: skip
     """y[m, n]; K a multiple of 32, steps = ceil(K / 256), mt = ceil(M / BM), tiles = ceil(N / 64 P) * mt.
 
     Of the last step, the copy engine fills columns beyond K with zeros: words, scales, and x. It counts their bytes like others.
 
-    The H programs that start first have no tiles, only tasks of x A^T.  The G others compute D whole tiles each; the steps of the tiles
-    that then remain, U in all, are cut into G ranges.  TASKS: x A^T is computed here, in KS slices of K; else xa_d holds it already.
-    x_d bfloat16 (M, K), box (BM, 128); w_d int32 (N, K/8), box (64, 32 or 16); s_d int16 (N, K/32), box (64, 8);
-    y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16 (mt * BM, shards * RANK = 8 R8), x A^T, box (BM, 32).
+    The H programs that start first have no tiles, only tasks of x A^T, in KS slices of K.  Without TASKS xa0_d, ... hold it already.
+    x0_d, x1_d, x2_d (M, K) bfloat16, or e4m3 in decode order; boxes of a part's tokens by C columns; w_d int32 (N, K/8), box (64, 32 or
+    16); s_d int16 (N, K/32), box (64, 8); y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa0_d, ... bfloat16
+    (mt * BM, shards * RANK = 8 R8), x A^T, boxes of a part's tokens by 32 columns.  Of parts that a tile does not have: any.
+    `V` is a `hopper_tile.Variant`; the others are tuples, in the order of `launch.launch_wgmma`. `sizes` are twice the numbers plus 3: of
+    tuples Triton makes a kernel for each 1 and multiple of 16, whatever `do_not_specialize` says.
     """
-    B: gl.constexpr = barriers_of(S)
-    gl.static_assert(P < 4 or not PERMUTE, "four groups leave no registers to put x in order")
-    gl.static_assert(B == 1 or not PERMUTE, "x is put in order a unit at a time, not by halves")
-    w_sh = gl.allocate_shared_memory(gl.int32, [S * B * P, R, 32 // B], w_d.layout)
-    s_sh = gl.allocate_shared_memory(gl.int16, [S * P, R, 8], s_d.layout)
-    x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
-    y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * P, 16, R], y_d.layout)
-    full = gl.allocate_shared_memory(
-        gl.int64, [S * B, 1], mbarrier.MBarrierLayout()
-    )  # words have arrived, and x is in order
-    empty = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # every group is done
-    # A barrier that nobody waits for must not be made: Triton gives its memory to a buffer, and a GPU that changes between processes
-    # writes barriers back when it returns (PTX: mbarrier.inval before the memory is used for anything else).
-    raw = full
+    x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, done_ptr, taken_ptr, count_ptr, gs_ptr, bias_ptr, xs_ptr, ws_ptr, cnt_ptr = pointers
+    N, K, sxm = aligned
+    M, sgs, R8, H, KS, e1, e2, steps, U, mt, D = [(number - 3) >> 1 for number in sizes]
+    PERMUTE: gl.constexpr = V.ORDER == "permute"
+    tile = Tile(V.BM, V.P, V.S, V.X, V.columns, V.pieces, V.ORDER, V.FP8, V.BIAS, V.RANK, V.TASKS, V.PDL)
+    gl.static_assert(V.P < 4 or not PERMUTE, "four groups leave no registers to put x in order")
+    gl.static_assert(not PERMUTE or (V.pieces == 1 and V.X == 0), "x is put in order a unit at a time, not by halves")
+    gl.static_assert(start(V.BM, count(V.BM) - 1) + size(V.BM, count(V.BM) - 1) == V.BM, "parts of a tile")
+    w_sh = gl.allocate_shared_memory(gl.int32, [V.S * V.pieces * V.P, R, 32 // V.pieces], w_d.layout)
+    s_sh = gl.allocate_shared_memory(gl.int16, [V.S * V.P, R, 8], s_d.layout)
+    x_sh = ()
+    X_TYPE: gl.constexpr = gl.float8e4nv if V.FP8 else gl.bfloat16
+    STAGES: gl.constexpr = V.X if V.X > 0 else 2 * V.S
+    for i in gl.static_range(count(V.BM)):
+        x_sh = x_sh + (gl.allocate_shared_memory(X_TYPE, [STAGES, size(V.BM, i), V.columns], x0_d.layout),)  # noqa: RUF005
+    y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * V.P, 16, R], y_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [V.S * V.pieces, 1], mbarrier.MBarrierLayout())
+    empty = barriers(V.S * V.pieces, V.P)
+    for i in gl.static_range(V.S * V.pieces):  # words, scales, and perhaps x
+        mbarrier.init(full.index(i), 2 if V.X > 0 or i % V.pieces else 3)
+    x_full = full
+    x_free = empty
     if PERMUTE:
-        raw = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
-    for i in gl.static_range(S * B):
-        if PERMUTE:
-            mbarrier.init(raw.index(i), 1)
-        mbarrier.init(full.index(i), 2 if i % B else 3)
-        mbarrier.init(empty.index(i), P)
-    ring = (w_sh, s_sh, x_sh, raw, full, empty)
-    lora = ring
-    if RANK > 0:
-        b_sh = gl.allocate_shared_memory(gl.bfloat16, [P, R, 32], b_d.layout)
-        xa_sh = gl.allocate_shared_memory(gl.bfloat16, [BM, 32], xa_d.layout)
+        x_full = barriers(V.S, 1)
+    if V.X > 0:
+        x_full = barriers(V.X, 1)
+        x_free = barriers(V.X, V.P)
+    ring = Ring(w_sh, s_sh, x_sh, full, empty, x_full, x_free)
+    b_sh = w_sh
+    xa_sh = x_sh
+    ready = full
+    free = empty
+    if V.RANK > 0:
+        b_sh = gl.allocate_shared_memory(gl.bfloat16, [V.P, R, 32], b_d.layout)
+        xa_sh = ()
+        for i in gl.static_range(count(V.BM)):
+            xa_sh = xa_sh + (gl.allocate_shared_memory(gl.bfloat16, [size(V.BM, i), 32], xa0_d.layout),)  # noqa: RUF005
         ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(ready, 1)
-        mbarrier.init(free, P)
-        lora = (b_sh, xa_sh, ready, free)
+        mbarrier.init(free, V.P)
+    RS = R8 * 8
+    lora = Lora(b_sh, xa_sh, ready, free, e1, e2, flag_ptr, done_ptr, M, RS)
     sums_sh = y_sh
-    if TASKS:
+    if V.TASKS:
         sums_sh = gl.allocate_shared_memory(gl.float32, [2 * T, T], SUMS_SHARED)
     fence_async_shared()
     barrier()
@@ -563,78 +472,30 @@ def wgmma_kernel(
     pid = gl.num_programs(0) - 1 - gl.program_id(0)  # programs wait for larger pid only, which started no later
     u0 = gl.minimum(pid, G) * U // G
     u1 = gl.minimum(pid + 1, G) * U // G
-    if PDL:
+    if V.PDL:
         gdc_launch_dependents()
-    maps = (x_d, w_d, s_d, b_d, xa_d)
-    work = (pid, G, u0, u1, steps, U, mt, gl.where(pid < G, D, 0))
-    out = (y_d, y_sh, gs_ptr, bias_ptr, ws_ptr, cnt_ptr, N, sgs)
-    RS = R8 * 8
-    shards = (e1, e2, flag_ptr, done_ptr, M, RS, mt)
-    adapter = (x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, taken_ptr, count_ptr, M, K, sxm, RS)
-    ROUND: gl.constexpr = 1 + (RING_REGS > 128)
-    if P == 2 and PERMUTE:
-        gl.warp_specialize(
+    work = Work(pid, G, u0, u1, steps, U, mt, gl.where(pid < G, D, 0))
+    out = Out(y_d, y_sh, gs_ptr, bias_ptr, xs_ptr, ws_ptr, cnt_ptr, M, N, sgs)
+    down = Down(x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, taken_ptr, count_ptr, M, K, sxm, RS, KS)
+    x_maps = (x0_d, x1_d, x2_d)
+    xa_maps = (xa0_d, xa1_d, xa2_d)
+    ROUND: gl.constexpr = 1 + (V.RING_REGS > 128)
+    gl.warp_specialize(
+        partitions(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
-                (permute, (ring, work, BM, S)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
-                (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
+                (consume, (ring, work, out, lora, 0, tile)),
+                (consume, (ring, work, out, lora, 1, tile)),
+                (consume, (ring, work, out, lora, 2, tile)),
+                (consume, (ring, work, out, lora, 3, tile)),
             ],
-            [4, 4, 1, 1, 2],
-            [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
-        )
-    elif P == 2:
-        gl.warp_specialize(
+            V.P,
+            [(permute, (ring, work, tile))] if PERMUTE else [],
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
+                (produce, (x_maps, (w_d, s_d, b_d), xa_maps, ring, work, lora, tile)),
                 (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
+                (spare, (down, sums_sh, tile, ROUND)),
             ],
-            [4, 1, 1, 2],
-            [REGS, RING_REGS, RING_REGS, RING_REGS],
-        )
-    elif P == 4:
-        gl.warp_specialize(
-            [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK, NATURAL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
-                (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
-            ],
-            [4, 4, 4, 1, 1, 2],
-            [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
-        )
-    elif PERMUTE:
-        gl.warp_specialize(
-            [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
-                (permute, (ring, work, BM, S)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
-                (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
-            ],
-            [4, 4, 4, 1, 1, 2],
-            [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
-                (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
-            ],
-            [4, 4, 1, 1, 2],
-            [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
-        )
+        ),
+        warps_of(V.P, PERMUTE),
+        registers_of(V.P, PERMUTE, V.REGS, V.RING_REGS),
+    )

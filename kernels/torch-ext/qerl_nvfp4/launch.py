@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from . import bounds, cost, portable, reference
+from . import bounds, cost, elementwise, portable, reference
 from .select import device_properties
 
 # Kernels that run at the same time must not share scratch memory, so every stream has its own, and CUDA graphs, which run on whatever
@@ -119,7 +119,7 @@ def lora_plan(x, lora_a, lora_b, splits, tile_rows: int) -> Lora | None:
         or not (lora_a.is_contiguous() and lora_b.is_contiguous())
     ):
         return None
-    return Lora(lora_b, rank, lora_a.shape[0], (edges + [2**31 - 1] * 2)[:2])
+    return Lora(lora_b, rank, lora_a.shape[0], (edges + [2**30 - 2] * 2)[:2])
 
 
 def lora_down(x, lora_a, tile: int | None = None) -> tuple[torch.Tensor, int, int]:
@@ -162,6 +162,32 @@ def permute_columns(x, out, pdl: bool) -> None:
     launcher(portable.permute_kernel, math.ceil(M / rows), math.ceil(K / 512))(
         x, out, M, K, x.stride(0), BM=rows, BK=512, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
     )
+
+
+def quantize_columns(x, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) as e4m3 in the order in which words are decoded, (M, ceil(K / 128) * 128), and the scales of its rows, float32 (M,)."""
+    M, K = x.shape
+    columns, BK = math.ceil(K / 128) * 128, min(32768, triton.next_power_of_2(K))
+    out = scratch(x.device, "e4m3 x", M * columns, torch.uint8)[: M * columns].view(M, columns)
+    scale = scratch(x.device, "scales of x", M, torch.float32)
+    launcher(elementwise.quantize_fp8_kernel, M)(
+        x_ptr=x,
+        gs_ptr=scale,
+        q_ptr=out,
+        s_ptr=scale,
+        K=K,
+        columns=columns,
+        sx=x.stride(0),
+        PER_COLUMN=False,
+        ORDER=True,
+        BK=BK,
+        LONG=K > BK,
+        PDL=pdl,
+        INTERP=portable.INTERPRET,
+        num_warps=max(4, min(16, BK // 1024)),
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out.view(torch.float8_e4m3fn), scale
 
 
 def tile_rows(config: dict) -> int:
@@ -291,10 +317,10 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
 def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from . import hopper_wgmma as hopper
-    from . import hopper_wide
+    from . import hopper_tile as hopper
+    from .hopper_wgmma import wgmma_kernel
 
-    (M, K), N, wide = x.shape, packed.shape[0], config["kernel"] == "wide"
+    (M, K), N, wide, fp8 = x.shape, packed.shape[0], config["kernel"] == "wide", config.get("fp8", False)
     if lora is not None and config["BM"] == 128 and not wide:
         config = config | {"P": min(config["P"], 3)}  # four groups leave no shared memory for B and x A^T
     BM, P, S = config["BM"], config["P"], config["S"]
@@ -302,12 +328,15 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
     given, sms = x, device_properties(x.device.index)[1]
-    permute, natural = config.get("permute", False), config.get("natural", False)
+    order = "permute" if config.get("permute") else "natural" if config.get("natural") else "decoded"
     rank, rows, up, down = 0, 0, x, x
     if lora is not None:
         rank, rows, up = lora.rank, lora.rows, lora.b
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
-    if not permute and not natural:  # the kernel wants x in the order of its weights
+    token_scale = gs = scale_args(global_scale)[0]
+    if fp8:
+        x, token_scale = quantize_columns(given, pdl)
+    elif order == "decoded":  # the kernel wants x in the order of its weights
         columns = math.ceil(K / 128) * 128
         x = scratch(x.device, "permuted", M * columns, x.dtype)[: M * columns].view(M, columns)
         permute_columns(given, x, pdl)
@@ -315,7 +344,6 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     if out.stride(0) % 8 or out.data_ptr() % 16:
         y = scratch(x.device, "aligned y", M * N, out.dtype)[: M * N].view(M, N)
     tiles = math.ceil(N / (64 * P)) * mt
-    gs, sgs = scale_args(global_scale)
     counters = scratch(x.device, "counters", max(1 << 16, tiles * P), torch.int32, fill=0)
     grid, helpers, slices, slice_sums, counts = min(config["grid"], tiles * steps), 0, 1, gs, counters
     tasks = lora is not None and cost.beside(config, M)
@@ -331,67 +359,44 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
             torch.mm(given, lora_a.t(), out=down[:M])
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    average, registers, ring_registers = hopper.registers(BM, P, permute, tasks)
-    # of a tile's tokens: all at once, or part by part; of x's columns what a stage of the ring holds
-    boxes, columns, word_columns = [BM], 128, 32 // hopper.pieces_of(S)
-    if wide:
-        boxes, columns, word_columns = hopper_wide.boxes_of(BM), hopper_wide.PIECE, 32
-    parts = range(len(boxes)) if wide else [""]
-    x_maps = {
-        f"x{part}_d": TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [box, columns], hopper.X_SHARED)
-        for part, box in zip(parts, boxes, strict=True)
-    }
-    down_maps = {
-        f"xa{part}_d": TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [box, 32], hopper.L_SHARED)
-        for part, box in zip(parts, boxes, strict=True)
-    }
-    words_layout = hopper_wide.WORDS_SHARED if wide else hopper.words_layout(S)
-    launcher(hopper_wide.wide_kernel if wide else hopper.wgmma_kernel, grid + helpers)(
-        **x_maps,
-        w_d=TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, word_columns], words_layout),
-        s_d=TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
-        b_d=TensorDescriptor(up, list(up.shape), [up.stride(0), 1], [64, 32], hopper.L_SHARED),
-        **down_maps,
-        y_d=TensorDescriptor(y, [M, N], [y.stride(0), 1], [16, 64], hopper.X_SHARED),
-        x_ptr=given,
-        a_ptr=given if lora is None else lora_a,
-        slice_ptr=slice_sums,
-        xa_ptr=down,
-        flag_ptr=scratch(x.device, "lora flags", max(64, mt), torch.int32, fill=0),
-        done_ptr=scratch(x.device, "lora done", 1, torch.int32, fill=0),
-        taken_ptr=scratch(x.device, "lora taken", 1, torch.int32, fill=0),
-        count_ptr=counts,
-        gs_ptr=gs,
-        bias_ptr=x if bias is None else bias,
-        ws_ptr=scratch(x.device, "partial", grid * 64 * P * BM if tiles > whole * grid else 1, torch.float32),
-        cnt_ptr=counters,
-        M=M,
-        N=N,
-        K=K,
-        sxm=given.stride(0),
-        sgs=sgs,
-        R8=rows // 8,
-        H=helpers,
-        KS=slices,
-        e1=0 if lora is None else lora.edges[0],
-        e2=0 if lora is None else lora.edges[1],
-        steps=steps,
-        U=(tiles - whole * grid) * steps,
-        mt=mt,
-        D=whole,
-        BM=BM,
-        P=P,
-        S=S,
-        BIAS=bias is not None,
-        RANK=rank,
-        TASKS=tasks,
-        PDL=pdl,
-        NATURAL=natural,
-        REGS=registers,
-        RING_REGS=ring_registers,
+    average, *registers = hopper.registers(BM, P, order == "permute", tasks)
+    variant = hopper.Variant(
+        BM, P, S, config.get("X", 0), order, fp8, bias is not None, rank, tasks, pdl, *registers
+    )  # fmt: skip
+
+    def rows_of(tensor: torch.Tensor, box: list[int], layout) -> TensorDescriptor:
+        return TensorDescriptor(tensor, list(tensor.shape), [tensor.stride(0), 1], box, layout)
+
+    sgs, edges = scale_args(global_scale)[1], (0, 0) if lora is None else lora.edges
+    sizes = (M, sgs, rows // 8, helpers, slices, *edges, steps, (tiles - whole * grid) * steps, mt, whole)
+    boxes, x_layout = hopper.boxes_of(BM), hopper.X8_SHARED if fp8 else hopper.X_SHARED
+    launcher(wgmma_kernel, grid + helpers)(
+        *(rows_of(x, [box, variant.columns], x_layout) for box in boxes),
+        TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 32 // variant.pieces], variant.words_shared),
+        TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
+        rows_of(up, [64, 32], hopper.L_SHARED),
+        *(rows_of(down, [box, 32], hopper.L_SHARED) for box in boxes),
+        rows_of(y, [16, 64], hopper.X_SHARED),
+        (
+            given,
+            given if lora is None else lora_a,
+            slice_sums,
+            down,
+            scratch(x.device, "lora flags", max(64, mt), torch.int32, fill=0),
+            scratch(x.device, "lora done", 1, torch.int32, fill=0),
+            scratch(x.device, "lora taken", 1, torch.int32, fill=0),
+            counts,
+            gs,
+            given if bias is None else bias,
+            token_scale,
+            scratch(x.device, "partial", grid * 64 * P * BM if tiles > whole * grid else 1, torch.float32),
+            counters,
+        ),
+        (N, K, given.stride(0)),
+        tuple(2 * number + 3 for number in sizes),
+        variant,
         num_warps=4,
         maxnreg=average,
-        **({"X": config["X"]} if wide else {"PERMUTE": permute}),
         **({"launch_pdl": True} if pdl else {}),
     )
     if y is not out:
