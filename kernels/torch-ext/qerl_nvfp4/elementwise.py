@@ -270,130 +270,95 @@ def encode_e4m3(v, INTERP: tl.constexpr):
     """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
     if INTERP:
         a = tl.abs(v)
-        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # below 2^-6 in steps of 2^-9, which are the last bits of this sum
-        bits = tl.where(a < 0.015625, small, encode_scale(a))
-        return tl.where(v == v, bits, 127) | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
-    else:
-        return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-
-
-@triton.jit
-def fp8_columns(x_ptr, gs_ptr, p, K, PER_COLUMN: tl.constexpr, ORDER: tl.constexpr, INTERP: tl.constexpr):
-    """float32 columns of a row that become columns p of x8, times 8 / gs of each where PER_COLUMN; zeros beyond K."""
-    # ORDER: p = 32 w + 16 h + 4 t + i is column 32 t + 8 w + 4 h + i; a thread reads four pieces of four and writes 16 bytes
-    k = p // 128 * 128 + p // 4 % 4 * 32 + p // 32 % 4 * 8 + p // 16 % 2 * 4 + p % 4 if ORDER else p
-    x = widen(tl.load(x_ptr + k, mask=k < K, other=0.0), INTERP)
-    if PER_COLUMN:
-        x *= tl.div_rn(tl.full(p.shape, 8.0, tl.float32), tl.load(gs_ptr + k, mask=k < K, other=1.0))
-    return x
+        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, the last bits of this sum
+        bits = tl.where(v == v, tl.where(a < 0.015625, small, encode_scale(a)), 127)
+        return bits | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
+    else:  # Triton's own cast goes through float16 on sm_89, and so rounds twice
+        bits = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [v], dtype=tl.uint8, is_pure=True, pack=2
+        )
+        return bits.to(tl.int32)
 
 
 @triton.jit
 def quantize_fp8_kernel(
     x_ptr,
-    gs_ptr,
+    f_ptr,
     q_ptr,
     s_ptr,
     K,
     columns,
     sx,
-    PER_COLUMN: tl.constexpr,
+    FACTOR: tl.constexpr,
     ORDER: tl.constexpr,
     BK: tl.constexpr,
-    LONG: tl.constexpr,
     PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """x (M, K) -> x8 (M, columns) e4m3 bytes, scales (M,) = max|x| / 448; one program per row, which it reads once, or twice where LONG
-    (K > BK). PER_COLUMN: of x * (8 / gs). ORDER: columns as `reference.in_decode_order` has them."""
+    """e4m3 bytes (M, columns) and scales (M,) of x (M, K), times f (K,) with FACTOR; ORDER: columns as `reference.in_decode_order` has them.
+
+    One program per row, which it reads once.
+    """
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BK)
-    x_ptr += row * sx
-    q_ptr += row * columns
+    # with ORDER p = 32 w + 16 h + 4 t + i: a thread reads four groups of four neighbours and writes 16 bytes
+    k = p // 128 * 128 + p // 4 % 4 * 32 + p // 32 % 4 * 8 + p // 16 % 2 * 4 + p % 4 if ORDER else p
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    x = fp8_columns(x_ptr, gs_ptr, p, K, PER_COLUMN, ORDER, INTERP)
-    amax = tl.max(tl.abs(x), axis=0)
-    if LONG:
-        for first in range(BK, columns, BK):
-            more = fp8_columns(x_ptr, gs_ptr, first + p, K, PER_COLUMN, ORDER, INTERP)
-            amax = tl.maximum(amax, tl.max(tl.abs(more), axis=0))
-    amax = tl.maximum(amax, 7.888609052210118e-31)  # 2^-100
-    inverse = tl.div_rn(448.0, amax)
+    x = widen(tl.load(x_ptr + row * sx + k, mask=k < K, other=0.0), INTERP)
+    if FACTOR:
+        x *= tl.load(f_ptr + k, mask=k < K, other=0.0)
+    amax = tl.maximum(tl.max(tl.abs(x), axis=0), 7.888609052210118e-31)  # 2^-100
     tl.store(s_ptr + row, tl.div_rn(amax, 448.0))
-    tl.store(q_ptr + p, encode_e4m3(x * inverse, INTERP).to(tl.uint8), mask=p < columns)
-    if LONG:
-        for first in range(BK, columns, BK):
-            more = fp8_columns(x_ptr, gs_ptr, first + p, K, PER_COLUMN, ORDER, INTERP)
-            tl.store(q_ptr + first + p, encode_e4m3(more * inverse, INTERP).to(tl.uint8), mask=first + p < columns)
+    x8 = encode_e4m3(x * tl.div_rn(448.0, amax), INTERP)
+    tl.store(q_ptr + row * columns + p, x8.to(tl.uint8), mask=p < columns)
 
 
-# prmt picks four of eight bytes by the lowest three bits of four codes; again for the signs, from bytes 0 and 0x80
+# prmt picks four of eight bytes by the magnitudes of four codes, and the bytes 0 or 0x80 by their signs
 LOOK_UP = tl.constexpr("""{
     .reg .b32 c, s, t, z, m; mov.b32 z, 0; mov.b32 m, 0x80808080;
     and.b32 c, $4, 0x77777777; shr.u32 s, $4, 1; and.b32 s, s, 0x44444444;
     prmt.b32 t, z, m, s; prmt.b32 $0, $2, $3, c; or.b32 $0, $0, t;
-    shr.u32 c, c, 16; shr.u32 s, s, 16;
-    prmt.b32 t, z, m, s; prmt.b32 $1, $2, $3, c; or.b32 $1, $1, t;
+    shr.u32 c, c, 16; shr.u32 s, s, 16; prmt.b32 t, z, m, s; prmt.b32 $1, $2, $3, c; or.b32 $1, $1, t;
 }""")
 
 
 @triton.jit
 def look_up(low, high, q, INTERP: tl.constexpr):
-    """8 codes (int32) -> the e4m3 bytes of codes 0..3 and 4..7 (2 int32), from the bytes of values 0..3 (low) and 4..7 (high)."""
+    """8 codes (int32) -> two int32 of four e4m3, from the e4m3 of codes 0 to 3 (low) and 4 to 7 (high)."""
     if INTERP:
-        first = tl.zeros_like(q)
-        second = tl.zeros_like(q)
+        first, second = tl.zeros_like(q), tl.zeros_like(q)
         for i in tl.static_range(4):
-            a = q >> (4 * i)
-            b = q >> (4 * i + 16)
+            a, b = q >> (4 * i), q >> (4 * i + 16)
             first |= (tl.where((a & 4) == 0, low, high) >> (8 * (a & 3)) & 127 | (a & 8) << 4) << (8 * i)
             second |= (tl.where((b & 4) == 0, low, high) >> (8 * (b & 3)) & 127 | (b & 8) << 4) << (8 * i)
         return first, second
     else:
         return tl.inline_asm_elementwise(
-            asm=LOOK_UP,
-            constraints="=&r,=&r,r,r,r",
-            args=[low, high, q],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
+            LOOK_UP, "=&r,=&r,r,r,r", [low, high, q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
 
 
 @triton.jit
-def fp8_blocks(w_ptr, s_ptr, n, b, N, blocks, swn, ssn, INTERP: tl.constexpr):
-    """Blocks b of rows n -> 4 int32 [rows, blocks], four e4m3(code * scale / 8) each, in order; a block's codes are one int64."""
+def join4(a, b, c, d):
+    """Four [...] -> [..., 2, 2], in this order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def decode_fp8(w_ptr, s_ptr, n, b, N, blocks, swn, ssn, INTERP: tl.constexpr):
+    """Blocks b of rows n -> int32 [n, b, 2, 2] of four e4m3(code * scale / 8) each; the codes of a block are one int64."""
     mask = (n[:, None] < N) & (b[None, :] < blocks)
-    n64 = n.to(tl.int64)[:, None]
+    n64 = n[:, None].to(tl.int64)
     q = tl.load(w_ptr + n64 * swn + b[None, :], mask=mask, other=0, eviction_policy="evict_first")
     s = e4m3_value(tl.load(s_ptr + n64 * ssn + b[None, :], mask=mask, other=0)) * 0.125
-    half, one, three_halves = encode_e4m3(s * 0.5, INTERP), encode_e4m3(s, INTERP), encode_e4m3(s * 1.5, INTERP)
-    two, three = encode_e4m3(s * 2.0, INTERP), encode_e4m3(s * 3.0, INTERP)
-    four, six = encode_e4m3(s * 4.0, INTERP), encode_e4m3(s * 6.0, INTERP)
-    low = half << 8 | one << 16 | three_halves << 24
-    high = two | three << 8 | four << 16 | six << 24
+    low = encode_e4m3(s * 0.5, INTERP) << 8 | encode_e4m3(s, INTERP) << 16 | encode_e4m3(s * 1.5, INTERP) << 24
+    high = encode_e4m3(s * 2.0, INTERP) | encode_e4m3(s * 3.0, INTERP) << 8
+    high |= encode_e4m3(s * 4.0, INTERP) << 16 | encode_e4m3(s * 6.0, INTERP) << 24
     w0, w1 = look_up(low, high, q.to(tl.int32), INTERP)
     w2, w3 = look_up(low, high, (q >> 32).to(tl.int32), INTERP)
-    return w0, w1, w2, w3
-
-
-@triton.jit
-def transpose_bytes(a, b, c, d):
-    """4 x 4 bytes in four int32 -> transposed."""
-    L: tl.constexpr = 0x00FF00FF
-    x = (a & 0xFFFF) | (c << 16)
-    y = (b & 0xFFFF) | (d << 16)
-    z = ((a >> 16) & 0xFFFF) | (c & -65536)
-    w = ((b >> 16) & 0xFFFF) | (d & -65536)
-    return x & L | (y & L) << 8, (x >> 8) & L | y & -16711936, z & L | (w & L) << 8, (z >> 8) & L | w & -16711936
-
-
-@triton.jit
-def in_a_row(a, b, c, d):
-    """Four [R, B] -> [R, B, 4]."""
-    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], a.shape[1], 4)
+    return join4(w0, w1, w2, w3)
 
 
 @triton.jit
@@ -410,30 +375,28 @@ def dequantize_fp8_kernel(
     BK: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """o (N, K) e4m3 bytes, as int32 of four, = e4m3(code * block_scale / 8); TRANSPOSE: (K, N), N a multiple of 4. w_ptr int64."""
+    """e4m3(code * block_scale / 8), int32 of four: (N, K), or with TRANSPOSE (K, N), N a multiple of 4; w_ptr int64."""
     n0 = tl.program_id(0) // tl.cdiv(K, BK) * BN
     k0 = tl.program_id(0) % tl.cdiv(K, BK) * BK
     b = k0 // 16 + tl.arange(0, BK // 16)
     if TRANSPOSE:
-        g = n0 + tl.arange(0, BN // 4) * 4
-        a0, a1, a2, a3 = fp8_blocks(w_ptr, s_ptr, g, b, N, K // 16, swn, ssn, INTERP)
-        b0, b1, b2, b3 = fp8_blocks(w_ptr, s_ptr, g + 1, b, N, K // 16, swn, ssn, INTERP)
-        c0, c1, c2, c3 = fp8_blocks(w_ptr, s_ptr, g + 2, b, N, K // 16, swn, ssn, INTERP)
-        d0, d1, d2, d3 = fp8_blocks(w_ptr, s_ptr, g + 3, b, N, K // 16, swn, ssn, INTERP)
-        t0, t1, t2, t3 = transpose_bytes(a0, b0, c0, d0)
-        u0, u1, u2, u3 = transpose_bytes(a1, b1, c1, d1)
-        v0, v1, v2, v3 = transpose_bytes(a2, b2, c2, d2)
-        w0, w1, w2, w3 = transpose_bytes(a3, b3, c3, d3)
-        low = tl.join(in_a_row(t0, t1, t2, t3), in_a_row(v0, v1, v2, v3))
-        high = tl.join(in_a_row(u0, u1, u2, u3), in_a_row(w0, w1, w2, w3))
-        words = tl.join(low, high).permute(0, 1, 3, 4, 2).reshape(BN // 4, BK).trans()  # in each block: v or t, w or u, byte
+        g = n0 // 4 + tl.arange(0, BN // 4)
+        u = decode_fp8(w_ptr, s_ptr, 4 * g, b, N, K // 16, swn, ssn, INTERP)
+        v = decode_fp8(w_ptr, s_ptr, 4 * g + 1, b, N, K // 16, swn, ssn, INTERP)
+        w = decode_fp8(w_ptr, s_ptr, 4 * g + 2, b, N, K // 16, swn, ssn, INTERP)
+        x = decode_fp8(w_ptr, s_ptr, 4 * g + 3, b, N, K // 16, swn, ssn, INTERP)
+        # 4 x 4 bytes: first the halves of u and w, of v and x, then the bytes of both
+        L: tl.constexpr = 0x00FF00FF
+        H: tl.constexpr = -16711936  # 0xFF00FF00
+        u, w = u & 0xFFFF | w << 16, u >> 16 & 0xFFFF | w & -65536
+        v, x = v & 0xFFFF | x << 16, v >> 16 & 0xFFFF | x & -65536
+        words = join4(u & L | (v & L) << 8, u >> 8 & L | v & H, w & L | (x & L) << 8, w >> 8 & L | x & H)
         k = k0 + tl.arange(0, BK)
-        at = k[:, None].to(tl.int64) * (N // 4) + (g // 4)[None, :]
-        tl.store(o_ptr + at, words, mask=(k[:, None] < K) & (g[None, :] < N))
+        at = k[:, None].to(tl.int64) * (N // 4) + g[None, :]
+        tl.store(o_ptr + at, words.reshape(BN // 4, BK).trans(), mask=(k[:, None] < K) & (g[None, :] < N // 4))
     else:
         n = n0 + tl.arange(0, BN)
-        w0, w1, w2, w3 = fp8_blocks(w_ptr, s_ptr, n, b, N, K // 16, swn, ssn, INTERP)
-        words = in_a_row(w0, w1, w2, w3).reshape(BN, BK // 4)
         k = k0 // 4 + tl.arange(0, BK // 4)
+        words = decode_fp8(w_ptr, s_ptr, n, b, N, K // 16, swn, ssn, INTERP).reshape(BN, BK // 4)
         at = n[:, None].to(tl.int64) * (K // 4) + k[None, :]
         tl.store(o_ptr + at, words, mask=(n[:, None] < N) & (k[None, :] < K // 4))
