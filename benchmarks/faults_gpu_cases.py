@@ -9,10 +9,6 @@ def scaled(factor: float) -> Callable[[dict], dict]:
     return lambda adapter: {name: dataclasses.replace(t, b=t.b * factor) for name, t in adapter.items()}
 
 
-def without(lost: Callable[[str], Any]) -> Callable[[dict], dict]:
-    return lambda adapter: {name: tensors for name, tensors in adapter.items() if not lost(name)}
-
-
 def exchanged(adapter: dict) -> dict:
     def other(name: str) -> str:
         return name.replace("k_proj", "v_proj") if "k_proj" in name else name.replace("v_proj", "k_proj")
