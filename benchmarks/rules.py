@@ -31,17 +31,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from qerl_trl.nvfp4 import format as nvfp4
 from qerl_trl.nvfp4.config import NVFP4Config
-from qerl_trl.nvfp4.format import (
-    SCALE_RULES,
-    NVFP4Tensor,
-    decode_e2m1,
-    decode_scale,
-    dequantize,
-    encode_e2m1,
-    pack,
-    quantize,
-)
+from qerl_trl.nvfp4.format import SCALE_RULES, NVFP4Tensor, dequantize, quantize
 
 OUT, DEVICE = common.RESULTS / "rules.json", "cuda" if torch.cuda.is_available() else "cpu"
 NVFP4 = [*SCALE_RULES, "exact"]
@@ -59,17 +51,10 @@ def packed(weight: torch.Tensor, rule: str) -> NVFP4Tensor:
     allowed = torch.tensor(EXACT, device=weight.device)
     nearest = torch.bucketize(plain.block_scale.long(), allowed)
     blocks = weight.float().unflatten(-1, (-1, 16))
-    least = torch.full_like(blocks[..., 0], torch.inf)
-    codes, scales = torch.zeros_like(blocks, dtype=torch.uint8), torch.zeros_like(plain.block_scale)
-    for offset in range(-4, 4):
-        scale = allowed[(nearest + offset).clamp(0, len(EXACT) - 1)].to(torch.uint8)
-        unit = (decode_scale(scale) / plain.global_scale)[..., None]
-        tried = encode_e2m1(blocks / unit)
-        error = ((decode_e2m1(tried) * unit - blocks) * plain.global_scale).square().sum(-1)
-        better = error < least
-        least, scales = torch.where(better, error, least), torch.where(better, scale, scales)
-        codes = torch.where(better[..., None], tried, codes)
-    return NVFP4Tensor(pack(codes.flatten(-2)), scales, plain.global_scale)
+    candidates = ((nearest + offset).clamp(0, len(EXACT) - 1) for offset in range(-4, 4))
+    scale = nvfp4._best_scale(blocks, plain.global_scale, (allowed[index].to(torch.uint8) for index in candidates))
+    codes = nvfp4.encode_e2m1(blocks / (nvfp4.decode_scale(scale) / plain.global_scale)[..., None])
+    return NVFP4Tensor(nvfp4.pack(codes.flatten(-2)), scale, plain.global_scale)
 
 
 class W4A8Linear(torch.nn.Module):

@@ -3,6 +3,7 @@
     python benchmarks/step.py --output step_h200.json                          # all cases, one GPU each at a time
     python benchmarks/step.py --gpus 0 1 2 3 --output step_h200.json           # in parallel: about 5 minutes
     python benchmarks/step.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
+    python benchmarks/step.py --only ours-7b-64x512 ours-7b-64x512-w4a8 --output step_h200.json    # in FP8
     python benchmarks/step.py --only ours-tiny stock-tiny --device cpu         # dry run
 
 A case is one process with up to `STEPS` optimizer steps, fewer after `ENOUGH` seconds. `ours-*`: `QeRLGRPOTrainer` with
@@ -92,6 +93,12 @@ ALL = CASES | {
     "ours-70b-8x512": Case("ours", "70b", 8, 512, 8, options=UNTRAINED),
     **_both("tiny", "dry", 8, 12, 4),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
+}
+#: `NAME-w4a8`: the same with compute="w4a8"
+ALL |= {
+    f"{name}-w4a8": dataclasses.replace(case, options=(*case.options, ("compute", "w4a8")))
+    for name, case in ALL.items()
+    if case.who == "ours"
 }
 #: runs share compiled code, as for a user; all other files of a case are temporary
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
