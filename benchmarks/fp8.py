@@ -9,6 +9,7 @@ adapter. `worst`: the smallest cosine of a single tensor.
 """
 
 import argparse
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update import lora_linear
 
 RANK = 32
-RANDOM = {"qwen3": "random Qwen3", "gemma": "random Gemma"}
+RANDOM = ("qwen3", "gemma")
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 2048,
@@ -35,11 +36,9 @@ SHAPE = {
 
 
 def policy(folder: str, device: str, packed: bool) -> nn.Module:
+    load = from_pretrained if packed else AutoModelForCausalLM.from_pretrained
+    base = load(folder, *[NVFP4Config()] * packed, dtype=torch.bfloat16, device_map=device)
     config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    if packed:
-        base = from_pretrained(folder, NVFP4Config(), dtype=torch.bfloat16, device_map=device)
-    else:
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device)
     model = get_peft_model(base, register_nvfp4_lora(config) if packed else config).train()
     torch.manual_seed(0)
     randomize(model)
@@ -63,13 +62,13 @@ def gradients(model: nn.Module, ids: torch.Tensor, compute: str | None = None) -
 
 def compared(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Cosine of all tensors together and of the worst one, and the ratio of the norms."""
-    pairs = {name: (grad, expected[name]) for name, grad in found.items()}
-    parts = {name: [(x * y).sum().item() for x, y in ((a, b), (a, a), (b, b))] for name, (a, b) in pairs.items()}
-    dot, own, other = (sum(part[i] for part in parts.values()) for i in range(3))
-    cosines = {name: dot / max(own * other, 1e-60) ** 0.5 for name, (dot, own, other) in parts.items()}
+    pairs = {name: (grad.double().flatten(), expected[name].double().flatten()) for name, grad in found.items()}
+    one, other = (torch.cat(side) for side in zip(*pairs.values(), strict=True))
+    cosine = functools.partial(torch.cosine_similarity, dim=0, eps=1e-30)
+    cosines = {name: cosine(*pair).item() for name, pair in pairs.items()}
     worst = min(cosines, key=cosines.__getitem__)
-    measured = {"cosine": dot / (own * other) ** 0.5, "worst": cosines[worst], "norms": (own / other) ** 0.5}
-    return measured | {"worst_tensor": worst.replace("base_model.model.", ""), "tensors": len(parts)}
+    row = {"cosine": cosine(one, other).item(), "norms": (one.norm() / other.norm()).item(), "worst": cosines[worst]}
+    return row | {"worst_tensor": worst.removeprefix("base_model.model."), "tensors": len(pairs)}
 
 
 def measure(folder: str, ids: torch.Tensor) -> dict[str, Any]:
@@ -91,17 +90,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     record: dict[str, Any] = {**common.head(args.device), "batch": list(args.batch), "gradients": {}}
-    (count, tokens), text = args.batch, (common.ROOT / "README.md").read_text()
+    text = (common.ROOT / "README.md").read_text()
     with tempfile.TemporaryDirectory() as place:
-        for kind, name in RANDOM.items():
-            architectures.dense_model(kind, **SHAPE).save_pretrained(f"{place}/{kind}")
-            args.model.append((name, f"{place}/{kind}"))
-        for name, folder in args.model:
-            if name in RANDOM.values():
-                ids = torch.randint(2, 320, args.batch)
-            else:
-                ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[0]
-                ids = ids.repeat(-(-count * tokens // len(ids)))[: count * tokens].view(count, tokens)
+        for name in RANDOM:
+            architectures.dense_model(name, **SHAPE).save_pretrained(f"{place}/{name}")
+        for name, folder in [*args.model, *((f"random {name}", f"{place}/{name}") for name in RANDOM)]:
+            ids = torch.randint(2, 320, args.batch)
+            if not folder.startswith(place):
+                read = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[0]
+                ids = read.repeat(-(-ids.numel() // len(read)))[: ids.numel()].view_as(ids)
             record["gradients"][name] = measure(folder, ids.to(args.device))
             print(name, record["gradients"][name], flush=True)
             common.save(record, args.out)

@@ -3,7 +3,6 @@
     python benchmarks/step.py --output step_h200.json                          # all cases, one GPU each at a time
     python benchmarks/step.py --gpus 0 1 2 3 --output step_h200.json           # in parallel: about 5 minutes
     python benchmarks/step.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
-    python benchmarks/step.py --only ours-7b-64x512 ours-7b-64x512-w4a8 --output step_h200.json    # in FP8
     python benchmarks/step.py --only ours-tiny stock-tiny --device cpu         # dry run
 
 A case is one process with up to `STEPS` optimizer steps, fewer after `ENOUGH` seconds. `ours-*`: `QeRLGRPOTrainer` with

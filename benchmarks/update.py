@@ -19,7 +19,6 @@ first call with compilation. `peak_gib`: memory of a call plus the case's model.
 import argparse
 import copy
 import gc
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -35,8 +34,8 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update.compiled_layers import compile_layers
 
 CASES = (
-    "stock", "stock-torch-compile", "bf16-compiled", "bf16-fused", "bf16-compiled-fused", "nvfp4", "nvfp4-compiled",
-    "nvfp4-fused", "nvfp4-compiled-fused", "nvfp4-compiled-fused-w4a8",
+    "stock", "bf16-compiled", "bf16-fused", "bf16-compiled-fused", "nvfp4", "nvfp4-compiled", "nvfp4-fused",
+    "nvfp4-compiled-fused", "stock-torch-compile", "nvfp4-compiled-fused-w4a8",
 )  # fmt: skip
 #: sequences, tokens per sequence, tokens per completion
 MICRO_BATCH = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}
@@ -175,9 +174,7 @@ def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="7b")
-    parser.add_argument(
-        "--cases", nargs="+", choices=CASES, default=[case for case in CASES if not re.search("torch|w4a8", case)]
-    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES[:-2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[mode for mode in MODES if mode != AROUND])
     parser.add_argument("--device", default="cuda", choices=MICRO_BATCH)
     parser.add_argument("--rounds", type=int, default=5)
