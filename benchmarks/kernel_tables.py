@@ -1,5 +1,6 @@
 """Tables of the kernels: speed of a decoder layer's products relative to cuBLAS bf16."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
 #: token counts and models in the table of layers
 SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 320, 384, 448, 512)
 MODELS = ("7B", "32B", "Llama-3-8B", "1.5B", "0.5B")
-#: multiprocessors of the cards, and rank of the adapter, in the timed layers
-SMS, LORA_RANK = 132, 32
 
 
 def kernels() -> str:
@@ -83,28 +82,11 @@ def layers_of(path: Path) -> str:
 
 
 def other_now(record: dict[str, Any]) -> str:
-    """Number of token counts with another kernel than the timed one, since the cost model was fitted again."""
-    from qerl_nvfp4 import cost, select, tune
-
-    def ships(N: int, K: int, M: int, rows: int) -> dict[str, Any] | None:
-        tuned = select.load_table("NVIDIA H200", SMS).get((N, K, select.bucket_of(M)))
-        found = cost.fastest_timed(N, K, M, SMS, rows)
-        return found[0] if found else select.by_price(N, K, M, SMS, rows, tuned) or tuned
-
-    changed, timed = set[int](), set[int]()
-    for row in record["layers"]:
-        M = row["M"]
-        for name, (N, K) in tune.layer_shapes(row["model"]).items() if M > 16 else ():  # no cost model up to 16
-            timed.add(M)
-            now = ships(N, K, M, LORA_RANK * len(tune.layer_splits(row["model"]).get((N, K), (N,))))
-            if now is not None and tune.short(select.with_adapter(now)) != row["chosen"][name]:
-                changed.add(M)
-    if not changed:
+    """Note on runs with the cost model before the current one."""
+    now = hashlib.sha256(FACTORS.read_bytes()).hexdigest()[:16]
+    if all(run["cost_model"] == now for run in record["runs"]):
         return ""
-    return (
-        f" The cost model was fitted again since: at {len(changed)} of the {len(timed)} numbers of tokens above 16 "
-        "some matrix has another kernel now, which was not timed in these layers."
-    )
+    return " The cost model was fitted again since, so other kernels may be selected now than those of this table."
 
 
 def every_size() -> str:

@@ -13,6 +13,7 @@ judges by the package's rules.
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -28,19 +29,43 @@ FAULTS = "lost,halved,doubled,half of the layers,MLPs lost,k and v exchanged,noi
 
 def change_of(fault: str):
     """Function from the given adapter, {layer: tensors}, to the faulty adapter in the engine."""
-    from faults_gpu_cases import exchanged, scaled
 
-    def lost(where):
-        return lambda adapter: {name: replace(t, b=t.b * 0) if where(name) else t for name, t in adapter.items()}
+    def scaled(factor, where=lambda name: True):
+        return lambda adapter: {n: replace(t, b=t.b * factor) if where(n) else t for n, t in adapter.items()}
+
+    def exchanged(adapter):
+        others = {"k_proj": "v_proj", "v_proj": "k_proj"}
+        return {n: adapter[re.sub("[kv]_proj", lambda found: others[found[0]], n)] for n in adapter}
 
     return {
-        "lost": lost(lambda name: True),
+        "lost": scaled(0.0),
         "halved": scaled(0.5),
         "doubled": scaled(2.0),
-        "half of the layers": lost(lambda name: int(name.split(".")[2]) % 2),
-        "MLPs lost": lost(lambda name: ".mlp." in name),
+        "half of the layers": scaled(0.0, lambda name: int(name.split(".")[2]) % 2),
+        "MLPs lost": scaled(0.0, lambda name: ".mlp." in name),
         "k and v exchanged": exchanged,
     }[fault]
+
+
+def serve_unquantized() -> None:
+    """Let vLLM compute with the bf16 weights of the base before quantization."""
+    from qerl_trl.rollout.spec import EngineSpec
+    from qerl_trl.rollout.vllm.engine import InProcessEngine
+
+    build = InProcessEngine.__init__
+
+    def wrong(self: Any, model: Any, spec: Any, share: bool, *args: Any, **kwargs: Any) -> None:
+        import torch
+        from peft import get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        dense = AutoModelForCausalLM.from_pretrained(model.config._name_or_path, dtype=torch.bfloat16)
+        policy = get_peft_model(dense.to(model.device), model.peft_config["default"])
+        policy.requires_grad_(False)
+        spec = EngineSpec.of(policy, dtype=torch.bfloat16, max_model_len=spec.max_model_len)
+        build(self, policy, spec, False, *args, **kwargs)
+
+    InProcessEngine.__init__ = wrong
 
 
 def sums() -> list[str]:
@@ -147,8 +172,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from qerl_trl.rollout.vllm.state import RolloutState
 
     if args.unquantized:
-        from faults_gpu_cases import serve_unquantized
-
         serve_unquantized()
     os.environ["MASTER_PORT"] = str(common.free_ports(1)[0])  # several engines on one machine
     change: list[Any] = [None]

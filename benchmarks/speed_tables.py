@@ -202,7 +202,7 @@ def rollout_speeds() -> tuple[dict[str, dict[int, float]], str]:
     steps = {
         row["size"]: {row["batch"]: row["batch"] * row["new"] / row["median"]["rollout"]}
         for row in json.loads(STEP.read_text())["step"]
-        if row["who"] == "ours" and not row["ragged"]
+        if row["who"] == "ours" and not row["ragged"] and not row["name"].endswith("w4a8")
     }
     alone = {}
     for case, found in json.loads(ROLLOUT.read_text())["tokens_per_s"].items():

@@ -93,6 +93,12 @@ ALL = CASES | {
     **_both("tiny", "dry", 8, 12, 4),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
 }
+#: `NAME-w4a8`: the same with compute="w4a8"
+ALL |= {
+    f"{name}-w4a8": dataclasses.replace(case, options=(*case.options, ("compute", "w4a8")))
+    for name, case in ALL.items()
+    if case.who == "ours"
+}
 #: runs share compiled code, as for a user; all other files of a case are temporary
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
 

@@ -3,12 +3,13 @@
     python benchmarks/update.py --out results/update_h200.json --commit COMMIT
     python benchmarks/update.py --cases stock stock-torch-compile --limit 400 --out FILE
     python benchmarks/update.py --cases nvfp4-compiled-fused --modes checkpointed checkpointed-around --out FILE
+    python benchmarks/update.py --cases nvfp4-compiled-fused nvfp4-compiled-fused-w4a8 --rounds 9 --out FILE
     python benchmarks/update.py --size tiny --device cpu --out FILE                   # dry run
 
 Cases (rank-32 LoRA on all seven projections, bf16 autocast, log-probabilities by TRL's fused head): `stock` is PEFT in
 eager mode on a bf16 base, as in TRL; `stock-torch-compile` adds transformers' torch_compile=True (minutes, so only by
 name). `bf16-*` and `nvfp4-*` are on that base with compiled decoder layers (update/compiled_layers.py), fused LoRA
-layers (update/lora_linear.py), or both; `nvfp4` is PEFT in eager mode.
+layers (update/lora_linear.py), or both; `nvfp4` is PEFT in eager mode. `-w4a8`: compute="w4a8", only by name.
 
 Modes: `checkpointed` (compiled layers recompute inside, as in the trainer), `checkpointed-around` (transformers'
 checkpoints around compiled layers), `plain`, and `forward` alone. Cases alternate; the median counts. `first_s`: the
@@ -29,11 +30,12 @@ import torch
 from models import policy, seconds
 from torch import nn
 
+from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update.compiled_layers import compile_layers
 
 CASES = (
-    "stock", "stock-torch-compile", "bf16-compiled", "bf16-fused", "bf16-compiled-fused", "nvfp4", "nvfp4-compiled",
-    "nvfp4-fused", "nvfp4-compiled-fused",
+    "stock", "bf16-compiled", "bf16-fused", "bf16-compiled-fused", "nvfp4", "nvfp4-compiled", "nvfp4-fused",
+    "nvfp4-compiled-fused", "stock-torch-compile", "nvfp4-compiled-fused-w4a8",
 )  # fmt: skip
 #: sequences, tokens per sequence, tokens per completion
 MICRO_BATCH = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}
@@ -62,6 +64,9 @@ class Case:
 
             if not lora_linear.fuse(self.model):
                 raise ValueError("no layer could be fused")
+        for layer in self.model.modules() if name.endswith("w4a8") else ():
+            if isinstance(layer, NVFP4Linear):
+                layer.compute = "w4a8"
         self.compiled = "compiled" in name
         if name == "stock-torch-compile":
             self.run = torch.compile(self.model)
@@ -169,7 +174,7 @@ def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="7b")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[case for case in CASES if "torch" not in case])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES[:-2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[mode for mode in MODES if mode != AROUND])
     parser.add_argument("--device", default="cuda", choices=MICRO_BATCH)
     parser.add_argument("--rounds", type=int, default=5)

@@ -3,10 +3,11 @@
     python compare.py --out results/h200.json [--marlin _C_stable_libtorch.abi3.so] [--humming] [--models 7B,32B]
 
 --marlin: operator library of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so), for the torch version
-of that wheel. --humming: humming-kernels, compiled with nvcc on first use, on the four matrices of 7B.
+of that wheel. --humming: humming-kernels, compiled with nvcc on first use, on the four matrices of 7B. --compute w4a8:
+ours by `qerl_nvfp4.linear`, quantizing x included, and humming with FP8 inputs; Marlin stays W4A16.
 
 Times are medians of alternating CUDA graph replays; weights rotate over several times the L2 cache. Floor = max(bytes /
-4.59 TB/s, flops / 790 TFLOP/s), both measured on an H200. A kernel that fails its check has no time.
+4.59 TB/s, flops / 790 TFLOP/s, twice as many in FP8), measured on an H200. A kernel that fails its check has no time.
 """
 
 import argparse
@@ -25,11 +26,47 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 import qerl_nvfp4
-from qerl_nvfp4 import ops, select, tune
+from qerl_nvfp4 import ops, reference, select, tune
 from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, times_us
 
 READ_BANDWIDTH, MATRIX_RATE, RANK = 4.59e12, 790e12, 32
 FLOAT4_E2M1F_ID = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
+
+
+SELECTED = {"kernel": "selected"}  # by `qerl_nvfp4.linear` with compute="w4a8"
+
+
+def linear_w4a8(x, weight, gs, adapter=(None, None), splits=None) -> torch.Tensor:
+    return qerl_nvfp4.linear(x, *weight, gs, None, *adapter, splits, compute="w4a8")
+
+
+def exact_w4a8(x, weight, gs, adapter=None, splits=None) -> torch.Tensor:
+    """The same in float32, from operands rounded by the reference."""
+    x8, token_scale = reference.quantize_fp8(x)
+    y = x8.float() @ reference.dequantize_fp8(*weight).float().T * (8 / gs) * token_scale[:, None]
+    return y if adapter is None else y + reference.lora(x.float(), *(part.float() for part in adapter), splits)
+
+
+class Computed(tune.Matrix):
+    """Rotating copies of a matrix, multiplied with `compute`."""
+
+    compute = "w4a16"
+
+    def expected(self, x, adapter: bool) -> torch.Tensor:
+        if self.compute == "w4a16":
+            return super().expected(x, adapter)
+        return exact_w4a8(x, self.weights[0], self.gs, self.adapters[0] if adapter else None, self.splits)[:, self.rows]
+
+    def call(self, config, x, out, adapter: bool):
+        if config != SELECTED:
+            return super().call(config, x, out, adapter)
+        adapters, splits = (self.adapters, self.splits) if adapter else ([(None, None)] * self.copies, None)
+        return lambda i: linear_w4a8(x, self.weights[i], self.gs, adapters[i], splits)
+
+    def error(self, call, out, expected) -> float:
+        out.fill_(float("nan"))
+        returned = call(0)
+        return relative_error((out if returned is None else returned)[:, self.rows], expected)
 
 
 class Marlin:
@@ -62,12 +99,14 @@ class Marlin:
         return call
 
 
-def humming_layer(N: int, K: int):
+def humming_layer(N: int, K: int, compute: str):
     from humming.layer import HummingLayer
     from humming.tune import get_heuristics_config
 
     weight_config = {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}
-    layer = HummingLayer(shape_n=N, shape_k=K, torch_dtype=torch.bfloat16, weight_config=weight_config).to("cuda:0")
+    inputs = {"input_config": {"dtype": "float8e4m3"}} if compute == "w4a8" else {}
+    layer = HummingLayer(shape_n=N, shape_k=K, torch_dtype=torch.bfloat16, weight_config=weight_config, **inputs)
+    layer = layer.to("cuda:0")
     dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.5
     layer.load_from_unquantized(dense)
     layer.transform()
@@ -92,9 +131,9 @@ def cold_us(calls: dict) -> dict[str, float]:
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
 
 
-def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
+def against_humming(name: str, N: int, K: int, tokens: list[int], compute: str) -> list[dict]:
     """One matrix by humming-kernels, ours and cuBLAS, without CUDA graphs: humming cannot be captured everywhere."""
-    humming, dense = humming_layer(N, K)
+    humming, dense = humming_layer(N, K, compute)
     weight, gs = random_weight(N, K, 0), torch.tensor([2048.0], device="cuda")
     rows = []
     for M in tokens:
@@ -112,30 +151,33 @@ def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
             ),
             "bf16_us": lambda x=x, out=out: torch.mm(x, dense.t(), out=out),
         }
+        if compute == "w4a8":
+            calls["ours_us"] = lambda x=x: linear_w4a8(x, weight, gs)
         rows.append({"shape": name, "M": M} | cold_us(calls))
     return rows
 
 
-def add_humming(result: dict, tokens: list[int], save: Callable[[], None]) -> None:
+def add_humming(result: dict, tokens: list[int], compute: str, save: Callable[[], None]) -> None:
     """Add the matrices of 7B by `against_humming`, saved one by one, and the version of humming-kernels."""
     result["humming_kernels"] = importlib.metadata.version("humming-kernels")
     result["humming"] = []
     for name, (N, K) in tune.layer_shapes("7B").items():
-        result["humming"] += against_humming(f"7B.{name}", N, K, [m for m in tokens if m <= 512])
+        result["humming"] += against_humming(f"7B.{name}", N, K, [m for m in tokens if m <= 512], compute)
         print("humming", *result["humming"][-3:], flush=True)
         save()
 
 
-def floor_us(N: int, K: int, M: int) -> float:
-    return max((N * K * 0.5625 + 2 * M * (N + K)) / READ_BANDWIDTH, 2 * M * N * K / MATRIX_RATE) * 1e6
+def floor_us(N: int, K: int, M: int, compute: str) -> float:
+    rate = MATRIX_RATE * (2 if compute == "w4a8" else 1)
+    return max((N * K * 0.5625 + 2 * M * (N + K)) / READ_BANDWIDTH, 2 * M * N * K / rate) * 1e6
 
 
-class Matrix(tune.Matrix):
+class Matrix(Computed):
     """A matrix with bf16 and Marlin copies."""
 
-    def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
+    def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int, compute: str):
         super().__init__(N, K, tune.layer_splits(name.split(".")[0]).get((N, K)), l2, rank)
-        self.name, self.rank = name, rank
+        self.name, self.rank, self.compute = name, rank, compute
         self.dense = [
             torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02
             for _ in range(copies_needed(N * K * 2, l2, 8))
@@ -145,11 +187,11 @@ class Matrix(tune.Matrix):
     def measure(self, M: int) -> dict:
         x, out = self.problem(M)
         place = self.N, self.K, M, torch.cuda.current_device(), True
-        config = select.choose(*place)
-        floor = round(floor_us(self.N, self.K, M), 2)
+        config = SELECTED if self.compute == "w4a8" else select.choose(*place)
+        floor = round(floor_us(self.N, self.K, M, self.compute), 2)
         row = {"shape": self.name, "N": self.N, "K": self.K, "M": M, "floor_us": floor, "config": config}
         calls = {"bf16_us": lambda i: torch.mm(x, self.dense[i % len(self.dense)].t(), out=out)}
-        adapted = select.choose(*place, self.rank, len(self.splits or (self.N,)))
+        adapted = select.choose(*place, self.rank, len(self.splits or (self.N,))) if config != SELECTED else SELECTED
         row |= {"lora_config": adapted} if adapted != config else {}
         for key, chosen, adapter in (("ours_us", config, False), ("ours_lora_us", adapted, True)):
             call = self.call(chosen, x, out, adapter)
@@ -159,7 +201,7 @@ class Matrix(tune.Matrix):
             else:
                 print(f"# WRONG {self.name} M={M} {key}: relative error {error:.1e}", flush=True)
         if self.marlin is not None:
-            error = relative_error(self.marlin[0](x)[:, self.rows], self.expected(x, False))
+            error = relative_error(self.marlin[0](x)[:, self.rows], tune.Matrix.expected(self, x, False))
             if error < 2e-2:
                 calls["marlin_us"] = lambda i: self.marlin[i](x)
             else:
@@ -212,6 +254,7 @@ def main() -> None:
     parser.add_argument("--ms", default="1,4,8,16,32,64,128,256,512,1024,4096")
     parser.add_argument("--marlin", default="")
     parser.add_argument("--humming", action="store_true")
+    parser.add_argument("--compute", default="w4a16", choices=("w4a16", "w4a8"))
     parser.add_argument("--seconds", type=float, default=300)
     args = parser.parse_args()
     begin = time.time()
@@ -227,6 +270,7 @@ def main() -> None:
         for _, N, K in shapes
         for M in tokens
         for rank in (0, RANK)
+        if args.compute == "w4a16"
     ]
     tune.precompile(jobs, max(1, (os.cpu_count() or 2) - 2))
     import triton
@@ -234,7 +278,7 @@ def main() -> None:
     result = {
         "device": properties.name, "torch": torch.__version__, "triton": triton.__version__, "commit": commit(),
         "command": " ".join(["compare.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
-        "describe": qerl_nvfp4.describe(), "lora_rank": RANK, "rows": [],
+        "describe": qerl_nvfp4.describe(), "lora_rank": RANK, "compute": args.compute, "rows": [],
     }  # fmt: skip
 
     def save() -> None:
@@ -247,7 +291,7 @@ def main() -> None:
         if time.time() - begin > args.seconds:
             print(f"# time is up before {name}")
             break
-        matrix = Matrix(name, N, K, properties.L2_cache_size, marlin, RANK)
+        matrix = Matrix(name, N, K, properties.L2_cache_size, marlin, RANK, args.compute)
         for M in tokens:
             row = matrix.measure(M)
             result["rows"].append(row)
@@ -261,7 +305,7 @@ def main() -> None:
     for s in result.get("sums", []):
         print(s, flush=True)
     if args.humming:
-        add_humming(result, tokens, save)
+        add_humming(result, tokens, args.compute, save)
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 
 

@@ -4,6 +4,7 @@
     python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --layer-sizes 512
     python kernels/benchmarks/every_size.py --out layers.json --layers-only          # part 3 with the shipped kernels
     python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   # layers of several such runs
+    python kernels/benchmarks/every_size.py --out fp8.json --compute w4a8 --models 7B,32B,Llama-3-8B,Qwen3-8B ...
 
 1. Compile and check every variant on a small product, in processes with a time limit. Variants that fail, hang or are
    wrong are listed and skipped.
@@ -12,6 +13,9 @@
 3. For each model and multiple of 8 tokens, time a decoder layer without attention in one CUDA graph over rotating
    layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by cuBLAS
    bf16 without. `glue_us`: without products. `ratio` compares layers, `products` layers less the glue.
+
+`--compute w4a8`: candidates of cost.candidates_fp8 and, as "selected" and in layers (after a check of each product),
+`qerl_nvfp4.linear`; quantizing x is included. `w4a16_us`: the same layers by the shipped kernels, `chosen`.
 
 `cost_model`: digest of configs/cost_model.json; user measurements of `qerl-trl tune` are ignored. With `--layers-only`
 a failed shipped variant ends the run. A product that fails its check has no time. `--dry-run` runs tiny matrices on a
@@ -36,7 +40,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
-from compare import commit
+from compare import SELECTED, Computed, commit, exact_w4a8, linear_w4a8
 
 import qerl_nvfp4
 from qerl_nvfp4 import cost, ops, reference, select, timing, tune
@@ -94,7 +98,10 @@ def probe(config: dict) -> str:
         a = torch.randn(2 * RANK, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K)
         b = torch.randn(N, RANK, device="cuda", dtype=torch.bfloat16)
         gs, splits, out = torch.tensor([2048.0], device="cuda"), (384, 256), torch.empty(M, N, device="cuda").bfloat16()
-        exact = x.float() @ reference.dequantize(packed, scale, gs, torch.float32).T
+        if config.get("fp8"):
+            exact = exact_w4a8(x, (packed, scale), gs)
+        else:
+            exact = x.float() @ reference.dequantize(packed, scale, gs, torch.float32).T
         exact += reference.lora(x.float(), a.float(), b.float(), splits)
         try:
             for _ in range(2):
@@ -133,7 +140,13 @@ def runs(config: dict, good: set[str]) -> bool:
 # --- 2: candidates --------------------------------------------------------------------------------
 
 
-def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
+def candidates(N: int, K: int, M: int, compute: str) -> list[dict]:
+    if compute == "w4a16":
+        return cost.candidates(N, K, M, multiprocessors())
+    return [config | {"fp8": True} for config in cost.candidates_fp8(N, K, M, multiprocessors())]
+
+
+def matrix_rows(matrix: Computed, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
     """Microseconds of each correct candidate and of cuBLAS bf16, per size."""
     rows, (N, K) = [], (matrix.N, matrix.K)
     device = matrix.gs.device
@@ -146,9 +159,9 @@ def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline:
         if time.time() > deadline:
             print(f"# time is up before {name} M={M}", flush=True)
             break
-        now = shipped(N, K, M, lora_rows)
-        tries = [now, *(c for c in cost.candidates(N, K, M, multiprocessors()) if runs(c, good))]
-        if M <= 128 and K % 256:
+        now = SELECTED if matrix.compute == "w4a8" else shipped(N, K, M, lora_rows)
+        tries = [now, *(c for c in candidates(N, K, M, matrix.compute) if runs(c, good))]
+        if M <= 128 and K % 256 and now is not SELECTED:
             tries.append(select.portable_heuristic(N, K, M, multiprocessors(), True))
         tries = list({json.dumps(c, sort_keys=True): c for c in tries}.values())
         x, out = matrix.problem(M)
@@ -220,8 +233,8 @@ class Layers:
         gate, up = product("gate_up", n).split(self.inner, dim=-1)
         return product("down", F.silu(gate) * up) + h
 
-    def call(self, M: int, chosen: dict[str, dict] | None):
-        """call(i): layer i with these configurations; None: cuBLAS bf16; {}: no products."""
+    def call(self, M: int, chosen: dict[str, dict] | None, errors: list[float] | None = None):
+        """call(i): layer i with these configurations; None: cuBLAS bf16; {}: no products; SELECTED: W4A8 (`errors`)."""
         x = torch.randn(M, self.hidden, device=self.device, dtype=torch.bfloat16)
         outs = {n: torch.empty(M, N, device=self.device, dtype=torch.bfloat16) for n, (N, _) in self.shapes.items()}
 
@@ -229,16 +242,19 @@ class Layers:
             out = outs[name]
             if chosen is None:
                 torch.mm(x, self.dense[i % len(self.dense)][name].t(), out=out)
+            splits, packed, adapter = self.splits.get(self.shapes[name]), self.packed[i][name], self.adapters[i][name]
+            if chosen is SELECTED:
+                out = linear_w4a8(x, packed, self.gs, adapter, splits)
+                if errors is not None:
+                    errors.append(timing.relative_error(out, exact_w4a8(x, packed, self.gs, adapter, splits)))
             elif chosen:
-                splits = self.splits.get(self.shapes[name])
-                packed, adapter = self.packed[i][name], self.adapters[i][name]
                 ops.product(chosen[name], x, *packed, self.gs, None, *adapter, splits, out)
             return out
 
         return lambda i: self.run(x, functools.partial(product, i))
 
 
-def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
+def layer_rows(model: str, sizes, l2: int, deadline: float, compute: str) -> list[dict]:
     """Layers with the shipped kernels and an adapter."""
     layers = Layers(model, l2, "cuda" if torch.cuda.is_available() else "cpu")
     rows = []
@@ -247,8 +263,14 @@ def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
             print(f"# time is up before layers of {model} M={M}", flush=True)
             break
         chosen = {n: shipped(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
-        calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
-        ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
+        ways = [chosen, None, {}]
+        if compute == "w4a8":
+            ways.insert(0, SELECTED)
+            layers.call(M, SELECTED, errors := [])(0)
+            if not all(error < tune.TOLERANCE for error in errors):
+                print(f"# WRONG {model} M={M}: relative errors {errors}", flush=True)
+                continue
+        ours, *others, bf16, glue = times_us([layers.call(M, way) for way in ways], layers.copies, 3, 4)
         row = {
             "model": model, "M": M,
             "ours_us": round(ours, 2), "bf16_us": round(bf16, 2), "glue_us": round(glue, 2),
@@ -256,6 +278,7 @@ def layer_rows(model: str, sizes, l2: int, deadline: float) -> list[dict]:
             "products": round((bf16 - glue) / (ours - glue), 3) if ours > glue else None,
             "chosen": {n: tune.short(c) for n, c in chosen.items()},
         }  # fmt: skip
+        row |= {"w4a16_us": round(others[0], 2)} if others else {}
         rows.append(row)
         print({k: v for k, v in rows[-1].items() if k != "chosen"}, flush=True)
     return rows
@@ -303,6 +326,7 @@ def main() -> None:
     parser.add_argument(
         "--probe-seconds", type=float, default=PROBE_SECONDS, help="a variant that takes longer to compile is left out"
     )
+    parser.add_argument("--compute", default="w4a16", choices=("w4a16", "w4a8"))
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     if args.join:
@@ -311,6 +335,7 @@ def main() -> None:
     if args.layers_only and args.sizes:
         parser.error("--sizes selects candidates, and --layers-only times none: pass one of them")
     begin, on_gpu = time.time(), torch.cuda.is_available()
+    tune.MODELS.setdefault("Qwen3-8B", (4096, 4096, 1024, 12288))
     if args.dry_run:
         tune.MODELS["tiny"] = TINY
         args.models, args.layer_sizes = "tiny", args.layer_sizes or "8,24"
@@ -332,7 +357,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(0) if on_gpu else "CPU, a dry run", "multiprocessors": sms,
         "torch": torch.__version__, "triton": triton.__version__, "commit": commit(),
         "command": " ".join(["every_size.py", *(Path(word).name for word in sys.argv[1:])]),
-        "lora_rank": RANK,
+        "lora_rank": RANK, "compute": args.compute,
         "cost_model": hashlib.sha256(cost.FACTORS.read_bytes()).hexdigest()[:16],
         "variants_left_out": {}, "matrices": [], "layers": [],
     }  # fmt: skip
@@ -341,7 +366,7 @@ def main() -> None:
         write(args.out, result)
 
     matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
-    all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms)]
+    all_tries = [c for _, _, N, K in matrices for M in sizes for c in candidates(N, K, M, args.compute)]
     all_tries += [shipped(N, K, M, rows_of(m, N, K)) for m, _, N, K in matrices for M in (*sizes, *layer_sizes)]
     print("#", qerl_nvfp4.describe(), flush=True)
     good, result["variants_left_out"] = usable_variants(all_tries, args.probe_seconds)
@@ -356,7 +381,8 @@ def main() -> None:
         if time.time() > candidates_until:
             print(f"# time is up before {model}.{name}")
             break
-        matrix = tune.Matrix(N, K, tune.layer_splits(model).get((N, K)), l2, RANK, device)
+        matrix = Computed(N, K, tune.layer_splits(model).get((N, K)), l2, RANK, device)
+        matrix.compute = args.compute
         result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until)
         save()
         del matrix
@@ -368,7 +394,7 @@ def main() -> None:
         if time.time() > layers_until:
             print(f"# time is up before layers of {name}")
             break
-        result["layers"] += layer_rows(name, layer_sizes, l2, layers_until)
+        result["layers"] += layer_rows(name, layer_sizes, l2, layers_until, args.compute)
         save()
         if on_gpu:
             torch.cuda.empty_cache()
