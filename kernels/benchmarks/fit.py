@@ -136,7 +136,8 @@ def samples_of(rows: list[dict], sms: int) -> tuple[dict[str, list[Sample]], dic
 
 def family(config: dict) -> tuple:
     """Key of variants with the same kernel and other tiles."""
-    return config["kernel"], config.get("permute"), config.get("natural", False), config.get("tasks")
+    names = ("permute", "natural", "fp8", "tasks")
+    return config["kernel"], *(config.get(name, False) for name in names)
 
 
 def by_tile(values: dict[str, float], config: dict) -> dict[tuple[str, str], float]:

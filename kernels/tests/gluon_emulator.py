@@ -394,7 +394,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     arrays = [np.broadcast_to(a.a, shape) for a in args]
     axis = None
     if pack > 1:
-        narrow = all(BITS[a.kind] < 32 for a in args)
+        narrow = all(BITS[a.kind] < 32 or a.kind == "f32" for a in args)
         axis = len(shape) - 1 if narrow else _neighbours(arrays, pack)
     inputs = []
     for a, given in zip(arrays, args, strict=True):
@@ -415,7 +415,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         if pack == 1:
             outs.append(Tensor(found[n].astype(word).view(NUMPY[kind]).reshape(shape), kind))
             continue
-        each = max(1, 32 // BITS[kind])
+        each = min(pack, 32 // BITS[kind])
         registers = found[n * (pack // each) : (n + 1) * (pack // each)]
         parts = [(r >> np.uint64(BITS[kind] * j)).astype(word) for r in registers for j in range(each)]
         moved = [s for i, s in enumerate(shape) if i != axis]

@@ -213,6 +213,9 @@ def _execute(opcode: str, operands: list[str], value, put, memory) -> None:
     elif name == "cvt" and kinds == ["rn", "satfinite", "e4m3x2", "f16x2"]:
         lower, upper = (e4m3_bits(part) for part in pairs_of_half(v[0]))
         put(target, lower | upper << np.uint64(8))
+    elif name == "cvt" and kinds == ["rn", "satfinite", "e4m3x2", "f32"]:
+        upper, lower = (e4m3_bits(floats(x)) for x in v)
+        put(target, lower | upper << np.uint64(8))
     elif name == "cvt" and kinds == ["u32", "u16"]:
         put(target, v[0] & np.uint64(0xFFFF))
     elif name == "cvt" and kinds == ["rn", "bf16x2", "e2m1x2"]:

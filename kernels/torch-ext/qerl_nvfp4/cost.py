@@ -56,6 +56,18 @@ WIDE = (  # BM, P; stages follow from shared memory
     (272, 2),
     (288, 2),
 )
+FP8 = (  # BM, P, S, X of W4A8, from one sequence on; X = 0: x comes with the words
+    (16, 2, 6, 0),
+    (32, 2, 5, 0),
+    (48, 2, 5, 8),
+    (64, 2, 4, 0),
+    (96, 2, 4, 8),
+    (128, 2, 4, 0),
+    (128, 3, 3, 0),
+    (160, 2, 3, 6),
+    (192, 2, 3, 5),
+    (256, 2, 3, 4),
+)
 # of these, tiles whose sums leave the warps that would compute x A^T beside them no registers: it is computed before
 BEFORE = ((208, 3), (272, 2), (288, 2))
 # Tiles of so many tokens are also worth a try with x in its natural order, whose decoding takes half as many instructions more: by machine
@@ -139,8 +151,24 @@ def layouts(N: int, K: int, M: int) -> list[dict]:
     return found + [config | {"natural": True} for config in found if can_be_natural(config)]
 
 
+def candidates_fp8(N: int, K: int, M: int, sms: int) -> list[dict]:
+    """Everything worth a thought for M tokens in W4A8; what its kernel cannot take, and many tokens: cuBLAS with decoded weights."""
+    found = []
+    for BM, P, S, X in FP8 if fits(N, K) else ():
+        if M / 4 <= BM < 2 * max(M, 16) or (BM >= 128 and M > 512):
+            config = {"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True}
+            tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
+            tasks = [t for t in (True, False) if (can_be_beside(config) and M <= 512 if t else M > 64)]
+            found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
+    if M > 256 or not found:
+        found.append({"kernel": "dense", "pieces": 1, "fp8": True})
+    return found
+
+
 def can_be_beside(config: dict) -> bool:
     """Whether x A^T may be computed beside the product of a configuration of `wgmma` or `wide`."""
+    if config.get("fp8"):
+        return config["BM"] != 192
     return config["kernel"] != "wide" or (config["BM"], config["P"]) not in BEFORE
 
 
@@ -176,9 +204,9 @@ def variant(config: dict, M: int = 0) -> str:
     if config["kernel"] in ("wgmma", "wide"):
         config = {name: value for name, value in config.items() if name != "natural" or value}
         config = config | {"tasks": beside(config, M)}
-        names = ("BM", "P", "S", "X", "permute", "natural", "tasks")
+        names = ("BM", "P", "S", "X", "permute", "natural", "fp8", "tasks")
         return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])
-    return config["kernel"]
+    return config["kernel"] + (" fp8" if config.get("fp8") else "")
 
 
 def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str, float]:
@@ -253,26 +281,41 @@ def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, mode
 
 
 def cheapest(
-    N: int, K: int, M: int, sms: int, rows: int, more: tuple[dict, ...] = (), model: dict | None = None
+    N: int,
+    K: int,
+    M: int,
+    sms: int,
+    rows: int,
+    more: tuple[dict, ...] = (),
+    model: dict | None = None,
+    fp8: bool = False,
 ) -> dict | None:
     """The candidate that should take least; None where nothing is known about any. `rows` of the stacked A's (0: no adapter), `more`:
     further candidates.
 
-    The answer changes at `SIZES` only, so that what must be compiled ahead is known.
+    The answer changes at `SIZES` only (with `fp8` at 16 too), so that what must be compiled ahead is known.
     """
-    M = size_of(M)
-    found = priced(N, K, M, sms, rows, more, model) if M else []
+    M = 16 if fp8 and M <= 16 else size_of(M)
+    found = priced(N, K, M, sms, rows, more, model, fp8) if M else []
     return found[0][1] if found else None
 
 
 def priced(
-    N: int, K: int, M: int, sms: int, rows: int, more: tuple[dict, ...] = (), model: dict | None = None
+    N: int,
+    K: int,
+    M: int,
+    sms: int,
+    rows: int,
+    more: tuple[dict, ...] = (),
+    model: dict | None = None,
+    fp8: bool = False,
 ) -> list[tuple[float, dict]]:
     """(microseconds predicted, candidate) of those about which something is known, the cheapest first; `rows` of the stacked A's
     (0: no adapter)."""
     if not fits(N, K) or not (factors() if model is None else model):
         return []
-    offered = [c for c in (*more, *candidates(N, K, M, sms)) if WIDE_ALLOWED or c["kernel"] != "wide"]
+    some = (candidates_fp8 if fp8 else candidates)(N, K, M, sms)
+    offered = [c for c in (*more, *some) if WIDE_ALLOWED or c["kernel"] != "wide"]
     found = [(predicted_us(c, N, K, M, sms, rows or WITHOUT_ADAPTER, model), c) for c in offered]
     return sorted(
         (f for f in found if math.isfinite(f[0])), key=lambda f: f[0]

@@ -164,30 +164,26 @@ def permute_columns(x, out, pdl: bool) -> None:
     )
 
 
-def quantize_columns(x, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) as e4m3 in the order in which words are decoded, (M, ceil(K / 128) * 128), and the scales of its rows, float32 (M,)."""
+def quantize_rows(x, x8, scale, ordered: bool, factor, pdl: bool) -> None:
+    """x (M, K) [* factor (K,)] -> x8 (M, K or more) e4m3 bytes, `ordered` as words are decoded, and scale (M,) float32."""
     M, K = x.shape
-    columns, BK = math.ceil(K / 128) * 128, min(32768, triton.next_power_of_2(K))
-    out = scratch(x.device, "e4m3 x", M * columns, torch.uint8)[: M * columns].view(M, columns)
-    scale = scratch(x.device, "scales of x", M, torch.float32)
+    BK = max(128, triton.next_power_of_2(K))
     launcher(elementwise.quantize_fp8_kernel, M)(
-        x_ptr=x,
-        gs_ptr=scale,
-        q_ptr=out,
-        s_ptr=scale,
-        K=K,
-        columns=columns,
-        sx=x.stride(0),
-        PER_COLUMN=False,
-        ORDER=True,
+        x,
+        scale if factor is None else factor,
+        x8,
+        scale,
+        K,
+        x8.shape[1],
+        x.stride(0),
+        FACTOR=factor is not None,
+        ORDER=ordered,
         BK=BK,
-        LONG=K > BK,
         PDL=pdl,
         INTERP=portable.INTERPRET,
-        num_warps=max(4, min(16, BK // 1024)),
+        num_warps=min(32, max(4, BK // 2048)),
         **({"launch_pdl": True} if pdl else {}),
     )
-    return out.view(torch.float8_e4m3fn), scale
 
 
 def tile_rows(config: dict) -> int:
@@ -335,7 +331,11 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
     token_scale = gs = scale_args(global_scale)[0]
     if fp8:
-        x, token_scale = quantize_columns(given, pdl)
+        columns = math.ceil(K / 128) * 128
+        x8 = scratch(x.device, "x8 in order", M * columns, torch.uint8)[: M * columns].view(M, columns)
+        token_scale = scratch(x.device, "x8 scale", M, torch.float32)
+        quantize_rows(given, x8, token_scale, True, None, pdl)
+        x = x8.view(torch.float8_e4m3fn)
     elif order == "decoded":  # the kernel wants x in the order of its weights
         columns = math.ceil(K / 128) * 128
         x = scratch(x.device, "permuted", M * columns, x.dtype)[: M * columns].view(M, columns)

@@ -26,7 +26,7 @@ except ImportError:
 
 if HAS_TRITON:
     from . import elementwise, fallback, portable
-    from .launch import compiles, fused_adapter, launch, launcher, scale_args, scale_bytes, scratch
+    from .launch import compiles, fused_adapter, launch, launcher, quantize_rows, scale_args, scale_bytes, scratch
 
 
 def missing_from_gluon() -> str | None:
@@ -310,7 +310,9 @@ def _suited(config: dict, x, packed, block_scale) -> dict:
 
 
 def _start(config: dict, *arguments) -> None:
-    if config["kernel"] == "dense":
+    if config["kernel"] == "dense" and config.get("fp8"):
+        linear_fp8(*arguments)
+    elif config["kernel"] == "dense":
         linear_dense(*arguments, config["pieces"])
     else:
         launch(config, *arguments)
@@ -327,7 +329,7 @@ def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, l
         done = fallback.attempt(
             lambda c=config: _start(c, *arguments),
             lambda c=config: _variant(c, rank, x.dtype),
-            _DENSE if config["kernel"] == "portable" or M > 128 else "The portable kernel",
+            _DENSE if config["kernel"] == "portable" or config.get("fp8") or M > 128 else "The portable kernel",
             x.device.index,
         )
         if done:
@@ -336,13 +338,15 @@ def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, l
     _start(config, *arguments)
 
 
-def _batch_invariant(N: int, K: int, M: int, index: int | None, dtype: torch.dtype) -> list[dict]:
+def _batch_invariant(N: int, K: int, M: int, index: int | None, dtype: torch.dtype, fp8: bool = False) -> list[dict]:
     _, sms, capability = device_properties(index)
     bf16 = dtype == torch.bfloat16 and use_gluon(index)
-    return select.batch_invariant(N, K, M, sms, capability[0] == 9, bf16, select.shared_memory_limit(index))
+    return select.batch_invariant(N, K, M, sms, capability[0] == 9, bf16, select.shared_memory_limit(index), fp8)
 
 
-def product_in_any_batch(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
+def product_in_any_batch(
+    x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, fp8: bool = False
+) -> None:
     """The same, with bits in each row of `out` that depend on that row of x alone, not on how many others there are.
 
     Raises:
@@ -353,7 +357,7 @@ def product_in_any_batch(x, packed, block_scale, global_scale, bias, lora_a, lor
     for first in range(0, M, select.INVARIANT_TOKENS):
         rows = slice(first, min(M, first + select.INVARIANT_TOKENS))
         part = x[rows]
-        for config in _batch_invariant(N, K, part.shape[0], x.device.index, x.dtype):
+        for config in _batch_invariant(N, K, part.shape[0], x.device.index, x.dtype, fp8):
             fits = lora_a is None or fused_adapter(config, part, lora_a, lora_b, splits) is not None
             if fits and usable(config, part, packed, block_scale):
                 break
@@ -380,6 +384,8 @@ def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
 
 
 def _instead_of(config: dict, N: int, K: int, M: int, index: int) -> dict:
+    if config.get("fp8"):
+        return select.DENSE_FP8
     return {"kernel": "dense", "pieces": 1} if config["kernel"] == "portable" else select.without_gluon(N, K, M, index)
 
 
@@ -515,19 +521,16 @@ def _linear(
     x_MK = _rows_of(x)
     M = x_MK.shape[0]
     out = torch.empty(M, N, device=x.device, dtype=x.dtype)
-    if M and fp8:
-        with torch.cuda.device(x.device):
-            linear_fp8(x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out, batch_invariant)
-    elif M and batch_invariant:
-        with torch.cuda.device(x.device):
-            product_in_any_batch(x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
-    elif M:
-        index = x.device.index
-        bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
-        rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
-        config = choose(N, K, M, index, bf16, rank, shards)
-        with torch.cuda.device(x.device):
-            product_by_any(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
+    with torch.cuda.device(x.device):
+        arguments = (x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
+        if M and batch_invariant:
+            product_in_any_batch(*arguments, fp8)
+        elif M:
+            index = x.device.index
+            bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
+            rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
+            config = (select.fp8 if fp8 else choose)(N, K, M, index, bf16, rank, shards)
+            product_by_any(config, *arguments)
     return out.view(*x.shape[:-1], N)
 
 
@@ -562,13 +565,11 @@ def _fp8_fits(x, packed) -> bool:
     return _converts_fp8(x) and packed.shape[0] % 16 == 0
 
 
-def linear_fp8(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, batch_invariant) -> None:
+def linear_fp8(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
     """out (M, N) = the product of "w4a8": x quantized by row, the whole weight decoded to e4m3, then cuBLAS or CUTLASS.
 
     A float16 `out` is rounded to bfloat16 first: torch._scaled_mm with a scale per row returns nothing else.
     """
-    if batch_invariant:
-        raise ValueError("batch_invariant: no FP8 kernel adds in the same order for every number of tokens. Use w4a16.")
     joined = bias if bias is not None and bias.dtype == out.dtype == torch.bfloat16 else None
     factor = reference.fp8_factor(global_scale)
     _scaled_product(_unit_stride(x), None, packed, block_scale, False, factor, joined, out)
@@ -675,14 +676,15 @@ def _dequantize_op(packed, block_scale, global_scale, dtype) -> torch.Tensor:
 
 def quantize_fp8_into(x, x8, scale, ordered: bool = False, factor=None) -> None:
     """x (M, K) with unit stride, times `factor` (K,) float32 -> contiguous x8 (M, K), or as `reference.in_decode_order`, and scale (M,)."""
-    K, done = x.shape[1], False
+
+    def start() -> None:
+        with torch.cuda.device(x.device if x.is_cuda else -1):
+            pdl = _on_gpu(x) and device_properties(x.device.index)[2][0] >= 9
+            quantize_rows(x, x8.view(torch.uint8), scale, ordered, factor, pdl)
+
+    done, variant = False, ("quantize_fp8", ordered, factor is None, triton.next_power_of_2(x.shape[1]), x.dtype)
     if _converts_fp8(x) and x.dtype in _HALF:
-        BK = max(128, triton.next_power_of_2(K))
-        variant = ("quantize_fp8", ordered, factor is None, BK, x.dtype)
-        f = scale if factor is None else factor
-        arguments = (x, f, x8.view(torch.uint8), scale, K, x8.shape[1], x.stride(0))
-        options = {"FACTOR": factor is not None, "ORDER": ordered, "BK": BK, "num_warps": min(32, max(4, BK // 2048))}
-        done = _stream(elementwise.quantize_fp8_kernel, x.shape[:1], x, variant, *arguments, **_pdl(x), **options)
+        done = fallback.attempt(start, lambda: variant, _PLAIN, x.device.index)
     if not done:
         found, scales = reference.quantize_fp8(x if factor is None else x.float() * factor)
         x8.copy_(reference.in_decode_order(found) if ordered else found)

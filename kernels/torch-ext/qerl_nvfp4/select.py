@@ -15,6 +15,7 @@ Ampere, Ada and GeForce Blackwell arithmetic (bounds.py), a heuristic for what i
     {"kernel": "mma", "BM", "R", "NS", "SK"}               ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
+    {"kernel": ..., "fp8": True}                               W4A8: `wgmma` or `wide` with S and X, or `dense` in e4m3
 
 What the portable kernel takes of shared memory is computed (`portable_shared_memory`) and kept below what the card gives a block.
 """
@@ -270,10 +271,22 @@ def shipped(
     return found or without_gluon(N, K, M, device_index), "heuristic"
 
 
+DENSE_FP8 = {"kernel": "dense", "pieces": 1, "fp8": True}
+
+
+def fp8(N: int, K: int, M: int, device_index: int | None, gluon: bool, rank: int = 0, shards: int = 1) -> dict:
+    """The configuration of W4A8: what the cost model finds cheapest on Hopper; elsewhere, and for more tokens, cuBLAS."""
+    _, sms, capability = device_properties(device_index)
+    if not gluon or capability[0] != 9 or M > cost.SIZES[-1]:
+        return DENSE_FP8
+    return cost.cheapest(N, K, M, sms, rank * shards, fp8=True) or DENSE_FP8
+
+
 # --- batch-invariant -----------------------------------------------------------------------------------------------------------------
 
 INVARIANT_TOKENS = 1024  # more are computed in pieces, which changes no bit here
 _NOMINAL = 132  # multiprocessors for which K is cut; a constant, because the cut decides the bits
+_FP8_TILES = ((16, 2, 6), (32, 2, 5), (64, 2, 4), (128, 2, 4))  # BM, P, S
 _WGMMA_TILES = ((16, 3, 4, True), (32, 2, 5, True), (64, 2, 4, True), (128, 2, 2, False))  # BM, P, S, permute
 
 
@@ -288,7 +301,9 @@ def whole_tiles_grid(tiles: int, sms: int) -> int:
     return largest if tiles // largest <= math.ceil(tiles / sms) else tiles
 
 
-def batch_invariant(N: int, K: int, M: int, sms: int, hopper: bool, bf16: bool, shared_memory: int) -> list[dict]:
+def batch_invariant(
+    N: int, K: int, M: int, sms: int, hopper: bool, bf16: bool, shared_memory: int, fp8: bool = False
+) -> list[dict]:
     """Configurations, the fastest first, of which each computes a row of y (M, N) by the same sums in the same order for every M up to
     `INVARIANT_TOKENS`: which one is launched must not depend on M.
 
@@ -297,12 +312,15 @@ def batch_invariant(N: int, K: int, M: int, sms: int, hopper: bool, bf16: bool, 
     """
     found = []
     if bf16 and hopper and wgmma_fits(N, K):
-        BM, P, S, permute = next((t for t in _WGMMA_TILES if t[0] >= M), _WGMMA_TILES[-1])
+        sizes = [(*t, False) for t in _FP8_TILES] if fp8 else _WGMMA_TILES
+        BM, P, S, permute = next((t for t in sizes if t[0] >= M), sizes[-1])
         split = fixed_split(math.ceil(N / 128), cost.units_along(K))
         tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
         grid = tiles * split if split > 1 else whole_tiles_grid(tiles, sms)
         config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}
-        found.append(config | {"tasks": True, "slices": max(1, K // 1024)})
+        found.append(config | {"tasks": True, "slices": max(1, K // 1024)} | ({"fp8": True} if fp8 else {}))
+    if fp8:
+        return found
     steps, BM, BN = math.ceil(K / 128), 64, 64
     config = {"kernel": "portable", "BM": BM, "BN": BN, "BK": 128, "NW": 4, "MMA": 3 if hopper else 2, "down": 16}
     config["SK"] = fixed_split(math.ceil(N / BN), steps)
