@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import qerl_nvfp4
 from qerl_trl.nvfp4 import linear as linear_module
-from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, linear
+from qerl_trl.nvfp4.format import decode_fp8, quantize_fp8
+from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, linear, set_compute
 from tests.tiny_models import gathered
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -57,6 +58,24 @@ def test_forward_and_backward_equal_the_dense_layer_bit_for_bit(n, blocks, leadi
     x = torch.randn(*leading, 16 * blocks, generator=torch.Generator().manual_seed(seed)).to(dtype)
     for ours, theirs in zip(forward_backward(layer, x), forward_backward(dense(layer), x), strict=True):
         assert ours.dtype == dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_w4a8_is_the_rule_in_float64(dtype):
+    layer, x = make_layer(dtype=dtype), torch.randn(5, 64).to(dtype)
+    packed, block_scale, global_scale = layer.nvfp4
+    w8, dy = decode_fp8(packed, block_scale).double(), torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    for divisor in (global_scale, global_scale * (1 + torch.arange(48.0))):
+        found = forward_backward(lambda x: linear(x, packed, block_scale, divisor, layer.bias, compute="w4a8"), x)  # noqa: B023
+        one = divisor.numel() == 1
+        x8, scale = quantize_fp8(x)
+        dy8, scale_of_dy = quantize_fp8(dy.to(dtype).float() * (1 if one else 8 / divisor))
+        y = (x8.double() @ w8.t()) * (8 / divisor) * scale.unsqueeze(1) + layer.bias.double()
+        dx = (dy8.double() @ w8) * scale_of_dy.unsqueeze(1) * (8 / divisor if one else 1)
+        for mine, exact in zip(found, (y, dx), strict=True):
+            torch.testing.assert_close(mine, exact.to(dtype), rtol=0, atol=4 * torch.finfo(dtype).eps)
+    layer.compute = "w4a8"
+    assert torch.equal(layer(x), linear(x, *layer.nvfp4, layer.bias, compute="w4a8"))
 
 
 def test_gradcheck_in_double_precision():
@@ -116,17 +135,18 @@ def test_bytes_gathered_as_floats_are_the_same_bytes():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "implementation", "autocast"),
+    ("dtype", "implementation", "autocast", "compute"),
     [
-        (torch.bfloat16, "auto", False),
-        (torch.bfloat16, "reference", False),
-        (torch.float16, "decode", False),
-        (torch.float32, "auto", True),
+        (torch.bfloat16, "auto", False, "w4a16"),
+        (torch.bfloat16, "reference", False, "w4a8"),
+        (torch.float16, "decode", False, "w4a16"),
+        (torch.float32, "auto", True, "w4a8"),
     ],
 )
-def test_compiles_as_one_graph_with_the_same_results(dtype, implementation, autocast):
+def test_compiles_as_one_graph_with_the_same_results(dtype, implementation, autocast, compute):
     torch.compiler.reset()
     model = nn.Sequential(make_layer(64, 64, dtype=dtype), nn.SiLU(), make_layer(48, 64, seed=1, dtype=dtype))
+    set_compute(model, compute)
     for layer in (model[0], model[2]):
         layer.implementation = implementation
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

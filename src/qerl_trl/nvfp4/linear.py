@@ -158,7 +158,8 @@ def _fp8_product(
     if has_fp8(x8.device) and dtype != torch.float32 and not (w8.shape[0] % 16 or w8.shape[1] % 16):
         scales = scale.unsqueeze(1), factor.unsqueeze(0)
         return torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16).to(dtype)  # it has no other by rows
-    return F.linear(x8.float(), w8.float()).mul_(factor).mul_(scale.unsqueeze(1)).to(dtype)
+    with torch.autocast(x8.device.type, enabled=False):  # its cast would round the sums
+        return F.linear(x8.float(), w8.float()).mul_(factor).mul_(scale.unsqueeze(1)).to(dtype)
 
 
 @_fp8_product.register_fake
