@@ -15,12 +15,14 @@ from .ops import align_scale_rows, describe, is_available, selected, selected_te
 __all__ = [
     "align_scale_rows",
     "dequantize",
+    "dequantize_fp8",
     "describe",
     "is_available",
     "layers",
     "linear",
     "linear_backward",
     "quantize",
+    "quantize_fp8",
     "rms_norm",
     "selected",
     "selected_text",
@@ -37,6 +39,7 @@ def linear(
     lora_b: torch.Tensor | None = None,
     lora_splits: tuple[int, ...] | None = None,
     batch_invariant: bool = False,
+    compute: str = "w4a16",
 ) -> torch.Tensor:
     """y = x W^T [+ bias] [+ (x A^T) B^T], (..., K) -> (..., N); the kernel is picked by the number of tokens.
 
@@ -52,6 +55,8 @@ def linear(
             two more products. Rank 0 is no adapter.
         batch_invariant: compute a row of y by the same sums in the same order however many rows there are, so that its bits do not depend
             on who stands beside it. Slower; kernels and rank are then fewer, and what cannot be had so is an error.
+        compute: "w4a16" multiplies in x's type. "w4a8" multiplies `quantize_fp8` of x by `dequantize_fp8` of the weight, from sm_89 on, and
+            elsewhere by the same rule in float32, slowly; the adapter multiplies x itself.
 
     Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
     gradients are off.  Scratch buffers are one set per stream of a device, and one for all its CUDA graphs, made and grown by the first
@@ -63,14 +68,31 @@ def linear(
         `ValueError`: shapes or devices disagree, scales are of another type, or no kernel is batch-invariant for these. `RuntimeError`: a gradient
         would be lost.
     """
-    return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant)
+    return _ops.ops.linear(
+        x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant, compute
+    )
 
 
 def linear_backward(
-    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor
+    dy: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    compute: str = "w4a16",
 ) -> torch.Tensor:
-    """dx = dy W, (..., N) -> (..., K), from the packed bytes: nothing else has to be kept for the backward pass."""
-    return _ops.ops.linear_backward(dy, packed, block_scale, global_scale)
+    """dx = dy W, (..., N) -> (..., K), from the packed bytes: nothing else has to be kept for the backward pass. `compute` as in `linear`;
+    "w4a8" quantizes dy, times 8 / global_scale where that has a number per row."""
+    return _ops.ops.linear_backward(dy, packed, block_scale, global_scale, compute)
+
+
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) -> x8 (M, K) float8_e4m3fn, scale (M,) float32 = max|x| of each row / 448; x is about x8 * scale."""
+    return _ops.ops.quantize_fp8(x)
+
+
+def dequantize_fp8(packed: torch.Tensor, block_scale: torch.Tensor, transpose: bool = False) -> torch.Tensor:
+    """e4m3(code * block_scale / 8) -> float8_e4m3fn (N, K), or (K, N) contiguous; times 8 / global_scale about the weight."""
+    return _ops.ops.dequantize_fp8(packed, block_scale, transpose)
 
 
 def dequantize(

@@ -1,4 +1,4 @@
-"""Triton kernels that stream: quantize a matrix, RMSNorm with a float32 weight."""
+"""Triton kernels that stream: quantize a matrix to NVFP4 or FP8, decode NVFP4 to FP8, RMSNorm with a float32 weight."""
 
 import triton
 import triton.language as tl
@@ -263,3 +263,138 @@ def rms_norm_kernel(
         h = widen(h, INTERP)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / K + eps)
     tl.store(y_ptr + row * K + k, narrow(h * scale * w, y_ptr.dtype.element_ty, INTERP), mask=mask)
+
+
+@triton.jit
+def encode_e4m3(v, INTERP: tl.constexpr):
+    """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
+    if INTERP:
+        a = tl.abs(v)
+        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, the last bits of this sum
+        bits = tl.where(v == v, tl.where(a < 0.015625, small, encode_scale(a)), 127)
+        return bits | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
+    else:  # Triton's own cast goes through float16 on sm_89, and so rounds twice
+        bits = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [v], dtype=tl.uint8, is_pure=True, pack=2
+        )
+        return bits.to(tl.int32)
+
+
+@triton.jit
+def quantize_fp8_kernel(
+    x_ptr,
+    f_ptr,
+    q_ptr,
+    s_ptr,
+    K,
+    columns,
+    sx,
+    FACTOR: tl.constexpr,
+    ORDER: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """x (M, K), with FACTOR x * f (K,), -> e4m3 bytes (M, columns), with ORDER in that of `reference.in_decode_order`, and their scales
+    (M,); one program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, BK)
+    # of the order p = 32 w + 16 h + 4 t + i: a thread reads four pieces of four and writes 16 bytes
+    k = p // 128 * 128 + p // 4 % 4 * 32 + p // 32 % 4 * 8 + p // 16 % 2 * 4 + p % 4 if ORDER else p
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = widen(tl.load(x_ptr + row * sx + k, mask=k < K, other=0.0), INTERP)
+    if FACTOR:
+        x *= tl.load(f_ptr + k, mask=k < K, other=0.0)
+    amax = tl.maximum(tl.max(tl.abs(x), axis=0), 7.888609052210118e-31)  # 2^-100
+    tl.store(s_ptr + row, tl.div_rn(amax, 448.0))
+    x8 = encode_e4m3(x * tl.div_rn(448.0, amax), INTERP)
+    tl.store(q_ptr + row * columns + p, x8.to(tl.uint8), mask=p < columns)
+
+
+# prmt picks four of eight bytes by the magnitudes of four codes, and the bytes 0 or 0x80 by their signs
+LOOK_UP = tl.constexpr("""{
+    .reg .b32 c, s, t, z, m; mov.b32 z, 0; mov.b32 m, 0x80808080;
+    and.b32 c, $4, 0x77777777; shr.u32 s, $4, 1; and.b32 s, s, 0x44444444;
+    prmt.b32 t, z, m, s; prmt.b32 $0, $2, $3, c; or.b32 $0, $0, t;
+    shr.u32 c, c, 16; shr.u32 s, s, 16; prmt.b32 t, z, m, s; prmt.b32 $1, $2, $3, c; or.b32 $1, $1, t;
+}""")
+
+
+@triton.jit
+def look_up(low, high, q, INTERP: tl.constexpr):
+    """8 codes (int32) -> two int32 of four e4m3, from the e4m3 of codes 0 to 3 (low) and 4 to 7 (high)."""
+    if INTERP:
+        first, second = tl.zeros_like(q), tl.zeros_like(q)
+        for i in tl.static_range(4):
+            a, b = q >> (4 * i), q >> (4 * i + 16)
+            first |= (tl.where((a & 4) == 0, low, high) >> (8 * (a & 3)) & 127 | (a & 8) << 4) << (8 * i)
+            second |= (tl.where((b & 4) == 0, low, high) >> (8 * (b & 3)) & 127 | (b & 8) << 4) << (8 * i)
+        return first, second
+    else:
+        return tl.inline_asm_elementwise(
+            LOOK_UP, "=&r,=&r,r,r,r", [low, high, q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def join4(a, b, c, d):
+    """Four [...] -> [..., 2, 2], in this order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def decode_fp8(w_ptr, s_ptr, n, b, N, blocks, swn, ssn, INTERP: tl.constexpr):
+    """Blocks b of rows n -> int32 [n, b, 2, 2] of four e4m3(code * scale / 8) each; the codes of a block are one int64."""
+    mask = (n[:, None] < N) & (b[None, :] < blocks)
+    n64 = n[:, None].to(tl.int64)
+    q = tl.load(w_ptr + n64 * swn + b[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    s = e4m3_value(tl.load(s_ptr + n64 * ssn + b[None, :], mask=mask, other=0)) * 0.125
+    low = encode_e4m3(s * 0.5, INTERP) << 8 | encode_e4m3(s, INTERP) << 16 | encode_e4m3(s * 1.5, INTERP) << 24
+    high = encode_e4m3(s * 2.0, INTERP) | encode_e4m3(s * 3.0, INTERP) << 8
+    high |= encode_e4m3(s * 4.0, INTERP) << 16 | encode_e4m3(s * 6.0, INTERP) << 24
+    w0, w1 = look_up(low, high, q.to(tl.int32), INTERP)
+    w2, w3 = look_up(low, high, (q >> 32).to(tl.int32), INTERP)
+    return join4(w0, w1, w2, w3)
+
+
+@triton.jit
+def dequantize_fp8_kernel(
+    w_ptr,
+    s_ptr,
+    o_ptr,
+    N,
+    K,
+    swn,
+    ssn,
+    TRANSPOSE: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """e4m3(code * block_scale / 8), int32 of four: (N, K), or with TRANSPOSE (K, N), N a multiple of 4; w_ptr int64."""
+    n0 = tl.program_id(0) // tl.cdiv(K, BK) * BN
+    k0 = tl.program_id(0) % tl.cdiv(K, BK) * BK
+    b = k0 // 16 + tl.arange(0, BK // 16)
+    if TRANSPOSE:
+        g = n0 // 4 + tl.arange(0, BN // 4)
+        u = decode_fp8(w_ptr, s_ptr, 4 * g, b, N, K // 16, swn, ssn, INTERP)
+        v = decode_fp8(w_ptr, s_ptr, 4 * g + 1, b, N, K // 16, swn, ssn, INTERP)
+        w = decode_fp8(w_ptr, s_ptr, 4 * g + 2, b, N, K // 16, swn, ssn, INTERP)
+        x = decode_fp8(w_ptr, s_ptr, 4 * g + 3, b, N, K // 16, swn, ssn, INTERP)
+        # 4 x 4 bytes: first the halves of u and w, of v and x, then the bytes of both
+        L: tl.constexpr = 0x00FF00FF
+        H: tl.constexpr = -16711936  # 0xFF00FF00
+        u, w = u & 0xFFFF | w << 16, u >> 16 & 0xFFFF | w & -65536
+        v, x = v & 0xFFFF | x << 16, v >> 16 & 0xFFFF | x & -65536
+        words = join4(u & L | (v & L) << 8, u >> 8 & L | v & H, w & L | (x & L) << 8, w >> 8 & L | x & H)
+        k = k0 + tl.arange(0, BK)
+        at = k[:, None].to(tl.int64) * (N // 4) + g[None, :]
+        tl.store(o_ptr + at, words.reshape(BN // 4, BK).trans(), mask=(k[:, None] < K) & (g[None, :] < N // 4))
+    else:
+        n = n0 + tl.arange(0, BN)
+        k = k0 // 4 + tl.arange(0, BK // 4)
+        words = decode_fp8(w_ptr, s_ptr, n, b, N, K // 16, swn, ssn, INTERP).reshape(BN, BK // 4)
+        at = n[:, None].to(tl.int64) * (K // 4) + k[None, :]
+        tl.store(o_ptr + at, words, mask=(n[:, None] < N) & (k[None, :] < K // 4))

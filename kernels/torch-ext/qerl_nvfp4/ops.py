@@ -448,6 +448,11 @@ def check_global_scale(global_scale, N: int) -> None:
         )
 
 
+def check_compute(compute: str) -> None:
+    if compute not in reference.COMPUTE:
+        raise ValueError(f"compute={compute!r} is unknown; choose one of {reference.COMPUTE}")
+
+
 def check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits) -> None:
     K, N = packed.shape[1] * 2, packed.shape[0]
     if x.shape[-1] != K:
@@ -490,24 +495,30 @@ def _linear(
     lora_b=None,
     lora_splits=None,
     batch_invariant=False,
+    compute="w4a16",
 ) -> torch.Tensor:
+    check_compute(compute)
     check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     _refuse_grad("linear", x, bias, lora_a, lora_b)
     bias = _unit_stride(bias)
     if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add
         lora_a = lora_b = lora_splits = None
-    if not x.is_cuda or not _runs_on(x) or x.dtype not in (torch.bfloat16, torch.float16):
+    fp8 = compute == "w4a8"
+    if not x.is_cuda or not _runs_on(x) or x.dtype not in _HALF or (fp8 and not _fp8_fits(x, packed)):
         if batch_invariant:
             raise ValueError(
                 f"batch_invariant needs bfloat16 or float16 on a GPU that the kernels are made for; x is {x.dtype} on {x.device}, where plain "
                 f"PyTorch multiplies ({describe(x.device)})."
             )
-        return reference.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
+        return reference.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, compute)
     N, K = packed.shape[0], x.shape[-1]
     x_MK = _rows_of(x)
     M = x_MK.shape[0]
     out = torch.empty(M, N, device=x.device, dtype=x.dtype)
-    if M and batch_invariant:
+    if M and fp8:
+        with torch.cuda.device(x.device):
+            linear_fp8(x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out, batch_invariant)
+    elif M and batch_invariant:
         with torch.cuda.device(x.device):
             product_in_any_batch(x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
     elif M:
@@ -520,13 +531,15 @@ def _linear(
     return out.view(*x.shape[:-1], N)
 
 
-def _linear_backward(dy, packed, block_scale, global_scale) -> torch.Tensor:
+def _linear_backward(dy, packed, block_scale, global_scale, compute="w4a16") -> torch.Tensor:
+    check_compute(compute)
     check_backward(dy, packed, block_scale, global_scale)
     _refuse_grad("linear_backward", dy)
-    if not dy.is_cuda or not _runs_on(dy) or dy.dtype not in (torch.bfloat16, torch.float16):
-        return reference.linear_backward(dy, packed, block_scale, global_scale)
+    fp8 = compute == "w4a8"
+    if not dy.is_cuda or not _runs_on(dy) or dy.dtype not in _HALF or (fp8 and not _fp8_fits(dy, packed)):
+        return reference.linear_backward(dy, packed, block_scale, global_scale, compute)
     with torch.cuda.device(dy.device):
-        return backward_dense(dy, packed, block_scale, global_scale)
+        return (backward_fp8 if fp8 else backward_dense)(dy, packed, block_scale, global_scale)
 
 
 def backward_dense(dy, packed, block_scale, global_scale) -> torch.Tensor:
@@ -536,10 +549,79 @@ def backward_dense(dy, packed, block_scale, global_scale) -> torch.Tensor:
     return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
 
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _converts_fp8(tensor: torch.Tensor) -> bool:
+    """Whether the kernels can convert to float8_e4m3fn where a tensor is: from sm_89 on, or in Triton's interpreter."""
+    return _runs_on(tensor) and (not _on_gpu(tensor) or device_properties(tensor.device.index)[2] >= (8, 9))
+
+
+def _fp8_fits(x, packed) -> bool:
+    """Whether cuBLAS or CUTLASS can multiply in FP8; where not, plain PyTorch computes by the same rule in float32."""
+    return _converts_fp8(x) and packed.shape[0] % 16 == 0
+
+
+def linear_fp8(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, batch_invariant) -> None:
+    """out (M, N) = the product of "w4a8": x quantized by row, the whole weight decoded to e4m3, then cuBLAS or CUTLASS.
+
+    A float16 `out` is rounded to bfloat16 first: torch._scaled_mm with a scale per row returns nothing else.
+    """
+    if batch_invariant:
+        raise ValueError("batch_invariant: no FP8 kernel adds in the same order for every number of tokens. Use w4a16.")
+    joined = bias if bias is not None and bias.dtype == out.dtype == torch.bfloat16 else None
+    factor = reference.fp8_factor(global_scale)
+    _scaled_product(_unit_stride(x), None, packed, block_scale, False, factor, joined, out)
+    if bias is not joined:
+        out += bias
+    if lora_a is not None:
+        _add_adapter(x, lora_a, lora_b, splits, out)
+
+
+def backward_fp8(dy, packed, block_scale, global_scale) -> torch.Tensor:
+    """dx (..., K) = dy (..., N) W with "w4a8": dy quantized by row, through the whole weight in e4m3, transposed."""
+    dy_MN, factor = _unit_stride(_rows_of(dy)), reference.fp8_factor(global_scale)
+    out = torch.empty(len(dy_MN), packed.shape[1] * 2, device=dy.device, dtype=dy.dtype)
+    before, after = (factor, factor.new_ones(1)) if factor.numel() > 1 else (None, factor)
+    if len(dy_MN):
+        _scaled_product(dy_MN, before, packed, block_scale, True, after, None, out)
+    return out.view(*dy.shape[:-1], out.shape[1])
+
+
+def _scaled_product(x, before, packed, block_scale, transpose: bool, after, bias, out) -> None:
+    """out (M, N) = (x (M, K) [* before (K,)], quantized by row) w8^T * after (N,) or (1,) [+ bias]; `transpose`: w8, not w8^T."""
+    (M, K), N = x.shape, out.shape[1]
+    x8 = scratch(x.device, "x8", M * K, torch.float8_e4m3fn)[: M * K].view(M, K)
+    scale = scratch(x.device, "x8 scale", M, torch.float32)[:M]
+    w8 = scratch(x.device, "w8", N * K, torch.float8_e4m3fn)[: N * K].view(N, K)
+    dequantize_fp8_into(packed, block_scale, transpose, w8)
+    quantize_fp8_into(x, x8, scale, factor=before)
+    y = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+    torch._scaled_mm(x8, w8.t(), scale[:, None], after.expand(1, N).contiguous(), bias, out_dtype=y.dtype, out=y)
+    if y is not out:
+        out.copy_(y)
+
+
 _MAX_GRID_Y = 65535  # CUDA's limit
 _PLAIN = "Plain PyTorch"
 
 # --- streaming kernels ------------------------------------------------------------------------------------------------------------
+
+
+def _stream(kernel, grid: tuple[int, ...], tensor, variant: tuple, *arguments, instead=_PLAIN, **options) -> bool:
+    """Launch a kernel where a tensor is; False if it does not compile there, so that something else is used instead."""
+
+    def start() -> None:
+        with torch.cuda.device(tensor.device if tensor.is_cuda else -1):
+            launcher(kernel, *grid)(*arguments, **options)
+
+    return fallback.attempt(start, lambda: variant, instead, tensor.device.index)
+
+
+def _pdl(tensor: torch.Tensor) -> dict[str, bool]:
+    """Options of a kernel that runs in the interpreter too, and from sm_90 on by programmatic dependent launch."""
+    pdl = _on_gpu(tensor) and device_properties(tensor.device.index)[2][0] >= 9
+    return {"INTERP": portable.INTERPRET, "PDL": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
@@ -565,26 +647,10 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
         torch.float32: portable.tl.float32,
     }
 
-    def start() -> None:
-        launcher(portable.dequantize_kernel, triton.cdiv(K, BK), triton.cdiv(N, BN))(
-            words,
-            scales,
-            gs,
-            out,
-            N,
-            K,
-            words.stride(0),
-            scales.stride(0),
-            out.stride(0),
-            sgs,
-            BN=BN,
-            BK=BK,
-            DTYPE=types[dtype],
-            INTERP=portable.INTERPRET,
-            num_warps=4,
-        )
-
-    if not fallback.attempt(start, lambda: ("dequantize", dtype), _PLAIN, packed.device.index):
+    grid, variant = (triton.cdiv(K, BK), triton.cdiv(N, BN)), ("dequantize", dtype)
+    arguments = (words, scales, gs, out, N, K, words.stride(0), scales.stride(0), out.stride(0), sgs)
+    options = {"BN": BN, "BK": BK, "DTYPE": types[dtype], "INTERP": portable.INTERPRET, "num_warps": 4}
+    if not _stream(portable.dequantize_kernel, grid, packed, variant, *arguments, **options):
         return reference.dequantize(packed, block_scale, global_scale, dtype, out)
     return out
 
@@ -607,6 +673,47 @@ def _dequantize_op(packed, block_scale, global_scale, dtype) -> torch.Tensor:
     return dequantize_into(packed, block_scale, global_scale, dtype, out)
 
 
+def quantize_fp8_into(x, x8, scale, ordered: bool = False, factor=None) -> None:
+    """x (M, K) with unit stride, times `factor` (K,) float32 -> contiguous x8 (M, K), or as `reference.in_decode_order`, and scale (M,)."""
+    K, done = x.shape[1], False
+    if _converts_fp8(x) and x.dtype in _HALF:
+        BK = max(128, triton.next_power_of_2(K))
+        variant = ("quantize_fp8", ordered, factor is None, BK, x.dtype)
+        f = scale if factor is None else factor
+        arguments = (x, f, x8.view(torch.uint8), scale, K, x8.shape[1], x.stride(0))
+        options = {"FACTOR": factor is not None, "ORDER": ordered, "BK": BK, "num_warps": min(32, max(4, BK // 2048))}
+        done = _stream(elementwise.quantize_fp8_kernel, x.shape[:1], x, variant, *arguments, **_pdl(x), **options)
+    if not done:
+        found, scales = reference.quantize_fp8(x if factor is None else x.float() * factor)
+        x8.copy_(reference.in_decode_order(found) if ordered else found)
+        scale.copy_(scales)
+
+
+def _quantize_fp8(x, ordered: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    x8, scale = _fake_quantize_fp8(x, ordered)
+    quantize_fp8_into(_unit_stride(x), x8, scale, ordered)
+    return x8, scale
+
+
+def dequantize_fp8_into(packed, block_scale, transpose: bool, out) -> torch.Tensor:
+    """out, contiguous float8_e4m3fn (N, K) or (K, N), = e4m3(code * block_scale / 8)."""
+    N, K, done = packed.shape[0], packed.shape[1] * 2, False
+    whole = packed.stride(1) == 1 and packed.stride(0) % 8 == 0 and packed.data_ptr() % 8 == 0
+    if _converts_fp8(packed) and whole and block_scale.stride(1) == 1 and not (transpose and N % 4):
+        BN, BK = (128, 256) if transpose else (16, 1024)
+        words, scales = packed.view(torch.int64), scale_bytes(block_scale)
+        grid, variant = (triton.cdiv(N, BN) * triton.cdiv(K, BK),), ("dequantize_fp8", transpose)
+        arguments = (words, scales, out.view(-1).view(torch.int32), N, K, words.stride(0), scales.stride(0))
+        options = {"TRANSPOSE": transpose, "BN": BN, "BK": BK, "INTERP": portable.INTERPRET, "num_warps": 8}
+        done = _stream(elementwise.dequantize_fp8_kernel, grid, packed, variant, *arguments, **options)
+    return out if done else out.copy_(reference.dequantize_fp8(packed, block_scale, transpose))
+
+
+def _dequantize_fp8(packed, block_scale, transpose: bool = False) -> torch.Tensor:
+    check_weight(packed, block_scale, block_scale.new_ones(1, dtype=torch.float32))
+    return dequantize_fp8_into(packed, block_scale, transpose, _fake_dequantize_fp8(packed, block_scale, transpose))
+
+
 def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torch.Tensor]:
     if scale_rule not in reference.SCALE_RULES:
         raise ValueError(f"scale_rule={scale_rule!r} is unknown; choose one of {reference.SCALE_RULES}")
@@ -624,23 +731,10 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     streamed = scale_rule == "rtn" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and _on_gpu(weight)
     if streamed and weight.data_ptr() % 4 == 0:
         blocks, BB = N * K // 16, 128
-
-        def stream() -> None:
-            with torch.cuda.device(weight.device if weight.is_cuda else -1):
-                launcher(elementwise.quantize_rtn_kernel, triton.cdiv(blocks, BB))(
-                    weight.view(torch.int32),
-                    packed.view(torch.int32),
-                    scales,
-                    gs,
-                    blocks,
-                    K // 16,
-                    PER_ROW=sgs > 0,
-                    BB=BB,
-                    num_warps=4,
-                )
-
-        general = "The general quantize kernel"
-        if fallback.attempt(stream, lambda: ("quantize_rtn", sgs > 0), general, weight.device.index):
+        grid, variant = (triton.cdiv(blocks, BB),), ("quantize_rtn", sgs > 0)
+        arguments = (weight.view(torch.int32), packed.view(torch.int32), scales, gs, blocks, K // 16)
+        options = {"instead": "The general quantize kernel", "PER_ROW": sgs > 0, "BB": BB, "num_warps": 4}
+        if _stream(elementwise.quantize_rtn_kernel, grid, weight, variant, *arguments, **options):
             return packed, scales
     BN, BK = 4, 512
 
@@ -686,29 +780,10 @@ def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch
     y = torch.empty_like(x_MK, memory_format=torch.contiguous_format)
     h = torch.empty_like(y) if residual is not None else x.new_empty(0)
     r_MK = x_MK if residual is None else _unit_stride(residual.reshape(-1, K))
-    pdl = _on_gpu(x) and device_properties(x.device.index)[2][0] >= 9
-
-    def start() -> None:
-        with torch.cuda.device(x.device if x.is_cuda else -1):
-            launcher(elementwise.rms_norm_kernel, x_MK.shape[0])(
-                x_MK,
-                r_MK,
-                weight,
-                y,
-                h if residual is not None else y,
-                K,
-                x_MK.stride(0),
-                r_MK.stride(0),
-                eps,
-                RESIDUAL=residual is not None,
-                BK=triton.next_power_of_2(K),
-                PDL=pdl,
-                INTERP=portable.INTERPRET,
-                num_warps=4 if K <= 2048 else 8,
-                **({"launch_pdl": True} if pdl else {}),
-            )
-
-    if not fallback.attempt(start, lambda: ("rms_norm", residual is not None, K, x.dtype), _PLAIN, x.device.index):
+    variant = ("rms_norm", residual is not None, K, x.dtype)
+    arguments = (x_MK, r_MK, weight, y, h if residual is not None else y, K, x_MK.stride(0), r_MK.stride(0), eps)
+    options = {"RESIDUAL": residual is not None, "BK": triton.next_power_of_2(K), "num_warps": 4 if K <= 2048 else 8}
+    if not _stream(elementwise.rms_norm_kernel, x_MK.shape[:1], x, variant, *arguments, **_pdl(x), **options):
         found = reference.rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
         return found if residual is not None else (found, h)
     return y.view(x.shape), h.view(x.shape) if residual is not None else h
@@ -730,12 +805,13 @@ def _fake_linear(
     lora_b=None,
     lora_splits=None,
     batch_invariant=False,
+    compute="w4a16",
 ):
     _refuse_grad("linear", x, bias, lora_a, lora_b)  # torch.compile would never ask the implementation
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
-def _fake_linear_backward(dy, packed, block_scale, global_scale):
+def _fake_linear_backward(dy, packed, block_scale, global_scale, compute="w4a16"):
     _refuse_grad("linear_backward", dy)
     return dy.new_empty(*dy.shape[:-1], packed.shape[1] * 2)
 
@@ -743,6 +819,17 @@ def _fake_linear_backward(dy, packed, block_scale, global_scale):
 def _fake_rms_norm(x, weight, eps, residual=None):
     _refuse_grad("rms_norm", x, weight, residual)
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
+
+
+def _fake_quantize_fp8(x, ordered=False):
+    M, K = x.shape
+    x8 = x.new_empty(M, (K + 127) // 128 * 128 if ordered else K, dtype=torch.float8_e4m3fn)
+    return x8, x.new_empty(M, dtype=torch.float32)
+
+
+def _fake_dequantize_fp8(packed, block_scale, transpose=False):
+    N, K = packed.shape[0], packed.shape[1] * 2
+    return packed.new_empty((K, N) if transpose else (N, K), dtype=torch.float8_e4m3fn)
 
 
 def _register(schema: str, implementation, fake) -> None:
@@ -755,12 +842,12 @@ def _register(schema: str, implementation, fake) -> None:
 
 _register(
     "linear(Tensor x, Tensor packed, Tensor block_scale, Tensor global_scale, Tensor? bias=None, Tensor? lora_a=None, "
-    "Tensor? lora_b=None, int[]? lora_splits=None, bool batch_invariant=False) -> Tensor",
+    "Tensor? lora_b=None, int[]? lora_splits=None, bool batch_invariant=False, str compute='w4a16') -> Tensor",
     _linear,
     _fake_linear,
 )
 _register(
-    "linear_backward(Tensor dy, Tensor packed, Tensor block_scale, Tensor global_scale) -> Tensor",
+    "linear_backward(Tensor dy, Tensor packed, Tensor block_scale, Tensor global_scale, str compute='w4a16') -> Tensor",
     _linear_backward,
     _fake_linear_backward,
 )
@@ -778,6 +865,12 @@ _register(
         weight.new_empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8),
         weight.new_empty(weight.shape[0], weight.shape[1] // 16, dtype=torch.uint8),
     ),
+)
+_register("quantize_fp8(Tensor x, bool ordered=False) -> (Tensor, Tensor)", _quantize_fp8, _fake_quantize_fp8)
+_register(
+    "dequantize_fp8(Tensor packed, Tensor block_scale, bool transpose=False) -> Tensor",
+    _dequantize_fp8,
+    _fake_dequantize_fp8,
 )
 _register(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None) -> (Tensor, Tensor)",

@@ -15,6 +15,8 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 MIN_BLOCK_SCALE = 2.0**-6  # smaller e4m3 values are subnormal, and Marlin flushes them to zero
 SCALE_RULES = ("rtn", "four_over_six", "neighbor_sweep")
+COMPUTE = ("w4a16", "w4a8")
+MIN_AMAX = 2.0**-100  # of a row in FP8, so that 448 / amax is finite
 NEIGHBORS = 8  # neighbor_sweep looks at this many e4m3 codes to each side of amax / 6
 
 
@@ -58,18 +60,46 @@ def dequantize(
     return values if out is None else out.copy_(values)
 
 
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, K) floating -> x8 (M, K) float8_e4m3fn, scale (M,) float32: the largest |x| of a row / 448, and x / scale."""
+    amax = x.float().abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
+    top = torch.full_like(amax, E4M3_MAX)  # a tensor: PyTorch divides numbers, and by numbers, through a reciprocal
+    return (x.float() * (top / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), (amax / top).squeeze(-1)
+
+
+def in_decode_order(x8: torch.Tensor) -> torch.Tensor:
+    """(M, K) float8_e4m3fn -> (M, ceil(K / 128) * 128), padded with zeros, in the order in which Hopper's kernel decodes weights: column
+    32 t + 8 w + 4 h + i of each 128 (t, w, i < 4; h < 2) becomes 32 w + 16 h + 4 t + i."""
+    padded = torch.nn.functional.pad(x8.view(torch.uint8), (0, -x8.shape[1] % 128))
+    ordered = padded.view(len(x8), -1, 4, 4, 2, 4).permute(0, 1, 3, 4, 2, 5).reshape(padded.shape)
+    return ordered.view(torch.float8_e4m3fn)
+
+
+def dequantize_fp8(packed: torch.Tensor, block_scale: torch.Tensor, transpose: bool = False) -> torch.Tensor:
+    """w8 = e4m3(code * block_scale / 8), at most 336 -> (N, K) float8_e4m3fn, or (K, N) contiguous."""
+    scale = as_e4m3(block_scale).float().unsqueeze(-1) / 8
+    values = decode_e2m1(unpack(packed)).view(*block_scale.shape, BLOCK_SIZE) * scale
+    w8 = values.flatten(1).to(torch.float8_e4m3fn)
+    return w8.t().contiguous() if transpose else w8
+
+
+def fp8_factor(global_scale: torch.Tensor) -> torch.Tensor:
+    """8 / global_scale: W is about w8 * fp8_factor."""
+    return torch.full_like(global_scale, 8.0) / global_scale
+
+
 def split_rows(lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None) -> tuple[int, ...]:
     """Row counts of the shards that share one input; None means a single shard."""
     return (lora_b.shape[0],) if lora_splits is None else tuple(lora_splits)
 
 
 def lora(
-    x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None
+    x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None, dtype=None
 ) -> torch.Tensor:
-    """(M, K), (S*r, K), (N, r) -> (M, N): shard i of the output uses rows i*r : (i+1)*r of A."""
+    """(M, K), (S*r, K), (N, r) -> (M, N) in `dtype`, or x's: shard i of the output uses rows i*r : (i+1)*r of A."""
     splits, rank = split_rows(lora_b, lora_splits), lora_b.shape[1]
-    down = x @ lora_a.to(x.dtype).t()
-    parts = [down[:, i * rank : (i + 1) * rank] @ b.to(x.dtype).t() for i, b in enumerate(lora_b.split(splits))]
+    down, up = (x @ lora_a.to(x.dtype).t()).to(dtype or x.dtype), lora_b.to(x.dtype).to(dtype or x.dtype)
+    parts = [down[:, i * rank : (i + 1) * rank] @ b.t() for i, b in enumerate(up.split(splits))]
     return torch.cat(parts, dim=-1)
 
 
@@ -82,8 +112,16 @@ def linear(
     lora_a: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
     lora_splits: tuple[int, ...] | None = None,
+    compute: str = "w4a16",
 ) -> torch.Tensor:
-    """x (..., K) -> (..., N) = x W^T [+ bias] [+ (x A^T) B^T]."""
+    """x (..., K) -> (..., N) = x W^T [+ bias] [+ (x A^T) B^T]. "w4a8": x8 w8^T instead of x W^T, and everything rounded once."""
+    if compute == "w4a8":
+        x_MK, sums = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
+        x8, scale = quantize_fp8(x_MK)
+        y = x8.to(sums) @ dequantize_fp8(packed, block_scale).to(sums).t()
+        y = y * fp8_factor(global_scale) * scale.unsqueeze(-1) + (0 if bias is None else bias)
+        y = y if lora_a is None else y + lora(x_MK, lora_a, lora_b, lora_splits, sums)
+        return y.to(x.dtype).view(*x.shape[:-1], len(packed))
     y = torch.nn.functional.linear(x, dequantize(packed, block_scale, global_scale, x.dtype), bias)
     if lora_a is not None:
         x_MK = x.reshape(-1, x.shape[-1])
@@ -92,9 +130,15 @@ def linear(
 
 
 def linear_backward(
-    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor
+    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, compute="w4a16"
 ) -> torch.Tensor:
-    """dy (..., N) -> dx (..., K) = dy W."""
+    """dy (..., N) -> dx (..., K) = dy W. "w4a8" quantizes each row of dy, times 8 / global_scale where that has a number per row of W."""
+    if compute == "w4a8":
+        factor, sums = fp8_factor(global_scale), torch.promote_types(dy.dtype, torch.float32)
+        before, after = (factor, 1) if factor.numel() > 1 else (1, factor)
+        dy8, scale = quantize_fp8(dy.reshape(-1, len(packed)).float() * before)
+        dx = dy8.to(sums) @ dequantize_fp8(packed, block_scale).to(sums) * scale.unsqueeze(-1) * after
+        return dx.to(dy.dtype).view(*dy.shape[:-1], packed.shape[1] * 2)
     return dy @ dequantize(packed, block_scale, global_scale, dy.dtype)
 
 
