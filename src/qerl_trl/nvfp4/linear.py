@@ -167,6 +167,12 @@ def _(x8, scale, packed, block_scale, factor, dtype, implementation, transpose):
     return x8.new_empty(x8.shape[0], factor.shape[0], dtype=dtype)
 
 
+def _quantized(x: torch.Tensor, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`quantize_fp8`]; in eager code by one kernel instead of several passes over x, if there is one."""
+    kernels = None if torch.compiler.is_compiling() else _pick(x.device, x.dtype, implementation)
+    return quantize_fp8(x) if kernels is None else kernels.quantize_fp8(x)
+
+
 def fp8_forward(
     x: torch.Tensor,
     packed: Sequence[torch.Tensor],
@@ -177,7 +183,9 @@ def fp8_forward(
     """Compute x (M, K) times all packed matrices, (M, N) in x's dtype, with FP8 operands; x is rounded once."""
     factors = [(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)]
     factor = torch.cat(factors)
-    return _fp8_product(*quantize_fp8(x), list(packed), list(block_scale), factor, x.dtype, implementation, False)
+    return _fp8_product(
+        *_quantized(x, implementation), list(packed), list(block_scale), factor, x.dtype, implementation, False
+    )
 
 
 def fp8_backward(
@@ -194,7 +202,9 @@ def fp8_backward(
     else:
         rows = [(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)]
         dy, factor = dy.to(torch.float32) * torch.cat(rows), rows[0].new_ones(K)
-    return _fp8_product(*quantize_fp8(dy), list(packed), list(block_scale), factor, dtype, implementation, True)
+    return _fp8_product(
+        *_quantized(dy, implementation), list(packed), list(block_scale), factor, dtype, implementation, True
+    )
 
 
 # --- the operation ----------------------------------------------------------------------------------------------------
