@@ -1,5 +1,6 @@
 """Random problems for the kernel tests, and a process with Triton's compiler."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -29,6 +30,40 @@ def random_weight(N: int, K: int, seed: int = 0, device: str = "cpu", per_row: b
     if per_row:
         global_scale *= 1.0 + torch.rand(shape, generator=g, device=device)
     return packed, scale, global_scale
+
+
+def every_code_and_scale() -> tuple[torch.Tensor, torch.Tensor]:
+    """packed, block_scale of 16 codes times 127 scales; the next scale would be NaN."""
+    packed = torch.tensor([(2 * i) | (2 * i + 1) << 4 for i in range(8)], dtype=torch.uint8).repeat(127, 1)
+    return packed, torch.arange(127, dtype=torch.uint8).unsqueeze(1)
+
+
+def rows_for_fp8(K: int) -> torch.Tensor:
+    """(7, K) bfloat16: normal, zeros, below the least scale, tiny, huge, one outlier, e4m3 numbers and their ties."""
+    x = torch.randn(7, K) * torch.tensor([1, 0, 1e-38, 1e-25, 1e36, 1e-3, 1]).unsqueeze(1)
+    x[5, K // 2] = -1e3
+    x[6] = (0x43E0 - 8 * torch.arange(K) % 0x43E0).short().view(torch.bfloat16) * (-1) ** torch.arange(K)
+    return x.bfloat16()
+
+
+def check_fp8_bits(device: str, *sizes: int) -> None:
+    """Kernels equal the reference in every byte: odd shapes, slices of rows, strides, both orders, factors, float16."""
+    from qerl_nvfp4 import ops, reference
+
+    def same(found, expected) -> bool:
+        return torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+    weights = (every_code_and_scale(), *(random_weight(301, K)[:2] for K in sizes), random_weight(300, 32)[:2])
+    for (packed, scale), transpose in itertools.product(weights, (False, True)):
+        w8 = ops.ops.dequantize_fp8(packed.to(device)[1:], scale.to(device)[1:], transpose)
+        assert same(w8, reference.dequantize_fp8(packed[1:], scale[1:], transpose))
+    for K, ordered, by_column in itertools.product(sizes, (False, True), (False, True)):
+        factor = torch.rand(K) * 3 if by_column else None
+        for x in (rows_for_fp8(K), rows_for_fp8(K).clamp(-6e4, 6e4).half(), rows_for_fp8(K + 8)[::2, 8:]):
+            x8, scale = (t.to(device) for t in ops._fake_quantize_fp8(x, ordered))
+            ops.quantize_fp8_into(x.to(device), x8, scale, ordered, factor if factor is None else factor.to(device))
+            expected, scales = reference.quantize_fp8(x if factor is None else x.float() * factor)
+            assert same(x8, reference.in_decode_order(expected) if ordered else expected) and same(scale, scales)
 
 
 def in_aligned_rows(scale: torch.Tensor) -> torch.Tensor:
@@ -72,11 +107,11 @@ class Problem:
         shards = len(splits or (N,))
         self.adapter = (normal(shards * rank, K, scale=0.5), normal(N, rank), splits) if rank else (None, None, None)
 
-    def exact(self) -> torch.Tensor:
+    def exact(self, compute: str = "w4a16") -> torch.Tensor:
         from qerl_nvfp4 import reference
 
         bias, a, b = (None if t is None else t.double() for t in (self.bias, *self.adapter[:2]))
-        return reference.linear(self.x.double(), *self.weight, bias, a, b, self.adapter[2])
+        return reference.linear(self.x.double(), *self.weight, bias, a, b, self.adapter[2], compute)
 
     def by(self, config: dict, rows: slice = slice(None), multiply=None, **options) -> torch.Tensor:
         """These rows of the product by a configuration; elements that nobody writes are NaN."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nvfp4_cases import Problem, random_weight, relative_error
+from nvfp4_cases import Problem, check_fp8_bits, every_code_and_scale, random_weight, relative_error
 
 from qerl_nvfp4 import ops, portable, reference
 
@@ -16,9 +16,7 @@ def poisoned(*shape, dtype=torch.bfloat16):
 
 
 def test_every_code_times_every_scale_is_exact():
-    """16 codes x 127 scales; the last row's scale would be NaN and is left out."""
-    packed = torch.tensor([(2 * i) | (2 * i + 1) << 4 for i in range(8)], dtype=torch.uint8).repeat(127, 1)
-    scale = torch.arange(127, dtype=torch.uint8).unsqueeze(1)
+    packed, scale = every_code_and_scale()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for gs in (torch.tensor([1.0]), torch.tensor([3.0])):
             out = poisoned(127, 16, dtype=dtype)
@@ -53,6 +51,21 @@ def test_quantize_is_bit_equal(rule, dtype, gs):
     weight[5, ::2] = -0.0
     expected = reference.quantize(weight, rule, torch.tensor([gs]))
     assert all(map(torch.equal, ops._quantize(weight, rule, torch.tensor([gs])), expected))
+
+
+def test_fp8_is_bit_equal():
+    check_fp8_bits("cpu", 16, 560)
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.bfloat16, 5e-3), (torch.float16, 3e-3)], ids=["bf16", "fp16"])
+@per_row
+def test_fp8_products(per_row, dtype, limit):
+    problem = Problem(5, 768, 128, 8, (512, 256), dtype=dtype, per_row=per_row)
+    out, dy = poisoned(5, 768, dtype=dtype), torch.randn(2, 3, 768).to(dtype)
+    ops.linear_fp8(problem.x, *problem.weight, problem.bias, *problem.adapter, out, False)
+    assert relative_error(out, problem.exact("w4a8")) < limit
+    exact = reference.linear_backward(dy.double(), *problem.weight, "w4a8")
+    assert relative_error(ops.backward_fp8(dy, *problem.weight), exact) < limit
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])

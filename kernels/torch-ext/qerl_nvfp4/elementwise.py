@@ -295,11 +295,13 @@ def quantize_fp8_kernel(
     PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """x (M, K), with FACTOR x * f (K,), -> e4m3 bytes (M, columns), with ORDER in that of `reference.in_decode_order`, and their scales
-    (M,); one program per row."""
+    """e4m3 bytes (M, columns) and scales (M,) of x (M, K), times f (K,) with FACTOR; ORDER: columns as `reference.in_decode_order` has them.
+
+    One program per row, which it reads once.
+    """
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BK)
-    # of the order p = 32 w + 16 h + 4 t + i: a thread reads four pieces of four and writes 16 bytes
+    # with ORDER p = 32 w + 16 h + 4 t + i: a thread reads four groups of four neighbours and writes 16 bytes
     k = p // 128 * 128 + p // 4 % 4 * 32 + p // 32 % 4 * 8 + p // 16 % 2 * 4 + p % 4 if ORDER else p
     if PDL:
         gdc_launch_dependents()
