@@ -72,8 +72,9 @@ def evaluate(
 def _lines(result: dict[str, Any], output: Path | None) -> list[str]:
     (low, high), protocol = result["interval95"], result["protocol"]
     samples = protocol["samples"]
+    weights = f"{result['weights']} weights" + ", activations in FP8" * (result["compute"] == "w4a8")
     lines = [
-        f"{result['name']}, {result['weights']} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, "
+        f"{result['name']}, {weights}: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, "
         f"{100 * high:.1f}] on {result['total']} problems, {samples} completion{'s' if samples > 1 else ''} each, "
         f"temperature {protocol['temperature']:g}, {result['seconds']:.0f} s"
     ]

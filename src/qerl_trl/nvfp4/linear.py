@@ -181,8 +181,7 @@ def fp8_forward(
     implementation: str = "auto",
 ) -> torch.Tensor:
     """Compute x (M, K) times all packed matrices, (M, N) in x's dtype, with FP8 operands; x is rounded once."""
-    factors = [(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)]
-    factor = torch.cat(factors)
+    factor = torch.cat([(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)])
     return _fp8_product(
         *_quantized(x, implementation), list(packed), list(block_scale), factor, x.dtype, implementation, False
     )
@@ -284,6 +283,13 @@ def _forward_w4a8(
     return y if bias is None else y + bias
 
 
+def _backward_w4a8(
+    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, implementation: str
+) -> torch.Tensor:
+    dx = fp8_backward(dy.reshape(-1, dy.shape[-1]), [packed], [block_scale], [global_scale], implementation)
+    return dx.view(*dy.shape[:-1], dx.shape[-1])
+
+
 class _NVFP4Matmul(torch.autograd.Function):
     """The product, saving only the packed weight for backward. `global_scale`: float32 (1,) or (N,)."""
 
@@ -299,13 +305,10 @@ class _NVFP4Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy):
         dx = dbias = None
-        packed, block_scale, global_scale = ctx.saved_tensors
-        if ctx.needs_input_grad[0] and ctx.compute == "w4a8":
-            flat = dy.reshape(-1, dy.shape[-1])
-            dx = fp8_backward(flat, [packed], [block_scale], [global_scale], ctx.implementation)
-            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
-        elif ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:
             backward = _traced_backward if torch.compiler.is_compiling() else _backward
+            backward = _backward_w4a8 if ctx.compute == "w4a8" else backward
+            packed, block_scale, global_scale = ctx.saved_tensors
             dx = backward(dy, packed, block_scale, global_scale, ctx.implementation)
         if ctx.needs_input_grad[4]:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
