@@ -154,9 +154,10 @@ def selected(
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
     shards: int = 1,
+    compute: str = "w4a16",
 ) -> list[Selected]:
     """Which kernel is selected for a weight (N, K), for each number of tokens; `rank` of the adapter, 0: none, of which each of the
-    `shards` has one. `batch_invariant`: as `linear` is called.
+    `shards` has one. `batch_invariant`, `compute`: as `linear` is called.
 
     What was already refused by the compiler is taken into account. For a weight whose rows or addresses the kernel cannot read (`usable`) it
     is `portable` up to 128 tokens, else the dense path: on Hopper where K is no multiple of 256, unless `align_scale_rows` was used.
@@ -166,13 +167,15 @@ def selected(
         return [Selected(N, K, M, "reference", {}, why) for M in tokens]
     index = _device_index(device)
     bf16 = dtype == torch.bfloat16 and use_gluon(index)
-    rows = []
+    rows, fp8 = [], compute == "w4a8"
     if batch_invariant:
-        found = ((M, _batch_invariant(N, K, min(M, select.INVARIANT_TOKENS), index, dtype)[0]) for M in tokens)
+        found = ((M, _batch_invariant(N, K, min(M, select.INVARIANT_TOKENS), index, dtype, fp8)[0]) for M in tokens)
         return [Selected(N, K, M, config["kernel"], config, "batch-invariant") for M, config in found]
     refused = fallback.refused_on(index)
     for M in tokens:
         config, why = select.explain(N, K, M, index, bf16, rank, shards)
+        if fp8:
+            config, why = select.fp8(N, K, M, index, bf16, rank, shards), "W4A8"
         if rank:
             config = with_adapter(config)
         while config["kernel"] != "dense" and (failed := refused.get(_variant(config, rank, dtype))):
@@ -187,13 +190,17 @@ def selected_text(
     rank: int = 0,
     dtype=torch.bfloat16,
     batch_invariant: bool = False,
+    compute: str = "w4a16",
 ) -> list[str]:
     """One line per matrix {name: (N, K), or (N, K, number of shards with an adapter each)}: which kernel is selected up to how many
     tokens, and why."""
     lines = []
     for name, (N, K, *more) in matrices.items():
         sizes = (*select.BUCKETS, select.cost.SIZES[-1])
-        parts, rows = [], selected(N, K, (*sizes, sizes[-1] + 1), device, rank, dtype, batch_invariant, *more)
+        parts, rows = (
+            [],
+            selected(N, K, (*sizes, sizes[-1] + 1), device, rank, dtype, batch_invariant, *(more or (1,)), compute),
+        )
         for kernel, group in itertools.groupby(rows, key=lambda row: row.kernel):
             last = list(group)[-1].tokens
             parts.append(f"{kernel} up to {last} tokens" if last in sizes else f"{kernel} for more")

@@ -153,12 +153,13 @@ def selected_for_matrices(
     rank: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
+    compute: str = "w4a16",
 ) -> list[str]:
     """Describe, per matrix {name: (rows, columns[, layers])}, the kernel for each number of tokens, and why."""
     kernels = kernels_for(torch.device(device))
     if kernels is None:
         return []
-    return kernels.selected_text(matrices, torch.device(device), rank, dtype, batch_invariant)
+    return kernels.selected_text(matrices, torch.device(device), rank, dtype, batch_invariant, compute)
 
 
 def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = False) -> list[str]:
@@ -167,7 +168,7 @@ def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = 
     if layer is None:
         return []
     device, dtype = layer.weight_packed.device, layer.compute_dtype
-    return selected_for_matrices(matrices_of(model), device, rank, dtype, batch_invariant)
+    return selected_for_matrices(matrices_of(model), device, rank, dtype, batch_invariant, layer.compute)
 
 
 def measured_by_the_user(device: torch.device) -> tuple[list[str], str]:

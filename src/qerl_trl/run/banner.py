@@ -61,7 +61,7 @@ def banner(trainer) -> str:
         "memory": plan.summary(),
         "unlike TRL": "; ".join(unlike_trl(args)) or "nothing but the checks",
     }
-    elsewhere = (args.use_vllm and args.vllm_mode == "server") or args.compute != "w4a16"
+    elsewhere = args.use_vllm and args.vllm_mode == "server"
     if kernels := [] if elsewhere else selected_for_model(model, plan.work.lora_rank, args.vllm_batch_invariant):
         rows["kernels"] = "\n".join(kernels)
     width = max(map(len, rows))

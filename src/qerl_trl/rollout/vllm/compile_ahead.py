@@ -20,14 +20,14 @@ from ..engine import launch_each
 
 logger = logging.getLogger(__name__)
 
-#: packed layers and norms with kernels to compile: their compute dtype, and for layers batch invariance
-_layers: WeakKeyDictionary[nn.Module, tuple[torch.dtype, bool]] = WeakKeyDictionary()
+#: packed layers and norms with kernels to compile: their compute dtype, and for layers batch invariance and arithmetic
+_layers: WeakKeyDictionary[nn.Module, tuple[torch.dtype, bool, str]] = WeakKeyDictionary()
 _norms: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
 
 
-def expect_layer(layer: nn.Module, dtype: torch.dtype, batch_invariant: bool = False) -> None:
-    """Register a new packed layer; `batch_invariant`: argument of `qerl_nvfp4.linear` in its method."""
-    _layers[layer] = dtype, batch_invariant
+def expect_layer(layer: nn.Module, dtype: torch.dtype, batch_invariant: bool = False, compute: str = "w4a16") -> None:
+    """Register a new packed layer; `batch_invariant`, `compute`: arguments of `qerl_nvfp4.linear` in its method."""
+    _layers[layer] = dtype, batch_invariant, compute
 
 
 def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
 
 def compile_expected() -> None:
     """Compile the kernels of the layers and norms registered since the last call, and the engine's checksum kernels."""
-    weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
+    weights: dict[tuple[torch.dtype, bool, str], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
     for layer, kind in _layers.items():
         weights[kind].add(_weight(layer))
@@ -46,9 +46,14 @@ def compile_expected() -> None:
     _layers.clear()
     _norms.clear()
     tell = functools.partial(print, flush=True)
-    for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
-        options = {"norms": () if invariant else widths[dtype], "also": functools.partial(launch_each, dtype)}
-        found = precompile(weights[dtype, invariant], dtype=dtype, tell=tell, batch_invariant=invariant, **options)
+    for dtype, invariant, compute in {*weights, *((dtype, False, "w4a16") for dtype in widths)}:
+        plain = (invariant, compute) == (False, "w4a16")
+        options: dict[str, Any] = {
+            "norms": widths[dtype] if plain else (),
+            "also": functools.partial(launch_each, dtype),
+        }
+        options |= {"batch_invariant": invariant, "compute": compute}
+        found = precompile(weights[dtype, invariant, compute], dtype=dtype, tell=tell, **options)
         if found.failed:
             logger.info("%d kernels did not compile ahead. The first error: %s", len(found.failed), found.failed[0])
 

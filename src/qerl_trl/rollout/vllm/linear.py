@@ -201,8 +201,7 @@ class _PackedMethod(AdaptedMethod):
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         super()._common(layer, k, widths, dtype)
         layer.qerl_ready = False
-        if self.compute == "w4a16":  # kernels of w4a8 compile at their first launch
-            expect_layer(layer, dtype, self.batch_invariant)
+        expect_layer(layer, dtype, self.batch_invariant, self.compute)
 
     def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = layer.weight_packed, layer.weight_scale, layer.weight_global_scale
