@@ -254,13 +254,15 @@ def finished(acc, ptr, stride, pid, p1, factor, bias, xs_ptr, m0, M, tile):
     """The sum of a part with what programs pid + 1 to p1 left, in order; times the rows' and the tokens' factors, plus bias."""
     B: gl.constexpr = acc.shape[1]
     rows: gl.constexpr = gl.SliceLayout(1, accumulator(B))
-    off = offsets(B)
-    a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-    a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
-    for p in range(pid + 1, p1 + 1):
-        a += gl.load(ptr + (p * stride + off), cache_modifier=".cg")
-    total = a.reshape([B // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-    acc = gl.convert_layout(total.reshape([R, B]), accumulator(B), assert_trivial=True)
+    if p1 > pid:
+        off = offsets(B)
+        a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+        a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
+        for p in range(pid + 1, p1 + 1):
+            a += gl.load(ptr + (p * stride + off), cache_modifier=".cg")
+        total = a.reshape([B // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+        acc = gl.convert_layout(total.reshape([R, B]), acc.type.layout, assert_trivial=True)
+    acc = gl.convert_layout(acc, accumulator(B), assert_trivial=True)
     acc = acc * gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
     if tile.FP8:
         m = m0 + gl.arange(0, B, layout=gl.SliceLayout(0, accumulator(B)))
@@ -387,16 +389,6 @@ def consume(ring, work, out, lora, part: gl.constexpr, tile):
     finish()
 
 
-@gluon.jit
-def barriers(stages: gl.constexpr, arrivals):
-    """A barrier for each stage.  One that nobody waits for must not be made: Triton gives its memory to a buffer, and a GPU that changes
-    between processes writes barriers back when it returns (PTX: mbarrier.inval before the memory is used for anything else)."""
-    made = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(stages):
-        mbarrier.init(made.index(i), arrivals)
-    return made
-
-
 @gluon.constexpr_function
 def warps_of(P, permute):
     return [4] * (P - 1 + permute) + [1, 1, 2]
@@ -418,7 +410,8 @@ def wgmma_kernel(
     The H programs that start first have no tiles, only tasks of x A^T, in KS slices of K.  Without TASKS xa0_d, ... hold it already.
     x0_d, x1_d, x2_d (M, K) bfloat16, or e4m3 in decode order; boxes of a part's tokens by C columns; w_d int32 (N, K/8), box (64, 32 or
     16); s_d int16 (N, K/32), box (64, 8); y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa0_d, ... bfloat16
-    (mt * BM, shards * RANK = 8 R8), x A^T, boxes of a part's tokens by 32 columns.  Of parts that a tile does not have: any.
+    (mt * BM, shards * RANK = 8 R8), x A^T, boxes of a part's tokens by 32 columns.  Of parts that a tile does not have, and of
+    an adapter that there is not: None, for a parameter fewer.
     `V` is a `hopper_tile.Variant`; the others are tuples, in the order of `launch.launch_wgmma`. `sizes` are twice the numbers plus 3: of
     tuples Triton makes a kernel for each 1 and multiple of 16, whatever `do_not_specialize` says.
     """
@@ -452,17 +445,24 @@ def wgmma_kernel(
     for i in gl.static_range(count(V.BM)):
         x_sh = x_sh + (gl.allocate_shared_memory(X_TYPE, [STAGES, size(V.BM, i), V.columns], x0_d.layout),)  # noqa: RUF005
     y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * V.P, 16, R], y_d.layout)
+    # A barrier that nobody waits for must not be made: Triton gives its memory to a buffer, and a GPU that changes between processes
+    # writes barriers back when it returns (PTX: mbarrier.inval before the memory is used for anything else).
     full = gl.allocate_shared_memory(gl.int64, [V.S * V.pieces, 1], mbarrier.MBarrierLayout())
-    empty = barriers(V.S * V.pieces, V.P)
-    for i in gl.static_range(V.S * V.pieces):  # words, scales, and perhaps x
-        mbarrier.init(full.index(i), 2 if V.X > 0 or i % V.pieces else 3)
+    empty = gl.allocate_shared_memory(gl.int64, [V.S * V.pieces, 1], mbarrier.MBarrierLayout())
     x_full = full
     x_free = empty
-    if PERMUTE:
-        x_full = barriers(V.S, 1)
+    if PERMUTE or V.X > 0:
+        x_full = gl.allocate_shared_memory(gl.int64, [V.X if V.X > 0 else V.S, 1], mbarrier.MBarrierLayout())
     if V.X > 0:
-        x_full = barriers(V.X, 1)
-        x_free = barriers(V.X, V.P)
+        x_free = gl.allocate_shared_memory(gl.int64, [V.X, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(V.S * V.pieces):
+        if PERMUTE:
+            mbarrier.init(x_full.index(i), 1)
+        mbarrier.init(full.index(i), 2 if V.X > 0 or i % V.pieces else 3)  # words, scales, and perhaps x
+        mbarrier.init(empty.index(i), V.P)
+    for i in gl.static_range(V.X * 1):
+        mbarrier.init(x_full.index(i), 1)
+        mbarrier.init(x_free.index(i), V.P)
     ring = Ring(w_sh, s_sh, x_sh, full, empty, x_full, x_free)
     b_sh = w_sh
     xa_sh = x_sh
@@ -493,8 +493,14 @@ def wgmma_kernel(
     work = Work(pid, G, u0, u1, steps, U, mt, gl.where(pid < G, D, 0))
     out = Out(y_d, y_sh, gs_ptr, bias_ptr, xs_ptr, ws_ptr, cnt_ptr, M, N, sgs)
     down = Down(x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, taken_ptr, count_ptr, M, K, sxm, RS, KS)
-    x_maps = (x0_d, x1_d, x2_d)
-    xa_maps = (xa0_d, xa1_d, xa2_d)
+    x_maps = (x0_d,)
+    xa_maps = (xa0_d,)
+    if count(V.BM) == 2:
+        x_maps = (x0_d, x1_d)
+        xa_maps = (xa0_d, xa1_d)
+    elif count(V.BM) == 3:
+        x_maps = (x0_d, x1_d, x2_d)
+        xa_maps = (xa0_d, xa1_d, xa2_d)
     ROUND: gl.constexpr = 1 + (V.RING_REGS > 128)
     gl.warp_specialize(
         partitions(

@@ -371,11 +371,11 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     sizes = (M, sgs, rows // 8, helpers, slices, *edges, steps, (tiles - whole * grid) * steps, mt, whole)
     boxes, x_layout = hopper.boxes_of(BM), hopper.X8_SHARED if fp8 else hopper.X_SHARED
     launcher(wgmma_kernel, grid + helpers)(
-        *(rows_of(x, [box, variant.columns], x_layout) for box in boxes),
+        *(rows_of(x, [box, variant.columns], x_layout) if box else None for box in boxes),
         TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 32 // variant.pieces], variant.words_shared),
         TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
-        rows_of(up, [64, 32], hopper.L_SHARED),
-        *(rows_of(down, [box, 32], hopper.L_SHARED) for box in boxes),
+        rows_of(up, [64, 32], hopper.L_SHARED) if rank else None,
+        *(rows_of(down, [box, 32], hopper.L_SHARED) if box and rank else None for box in boxes),
         rows_of(y, [16, 64], hopper.X_SHARED),
         (
             given,
