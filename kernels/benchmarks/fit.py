@@ -192,7 +192,7 @@ def latest(rows: list[dict]) -> list[dict]:
     """Last row per matrix, rows of A and token count. Token counts with one price take rows of the last run only, since
     differences of a few percent between runs are noise.
     """
-    size = {r["M"]: cost.size_of(r["M"]) or r["M"] for r in rows}
+    size = {r["M"]: cost.size_of(r["M"], fp8(r)) or r["M"] for r in rows}
     last = {(r["N"], r["K"], r["rows"], size[r["M"]]): r.get("commit") for r in rows}
     of_each = {(r["N"], r["K"], r["rows"], r["M"]): r for r in rows}
     return [r for (*matrix, M), r in of_each.items() if r.get("commit") == last[(*matrix, size[M])]]
@@ -206,20 +206,28 @@ def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> 
     places: dict[tuple[int, int, int, int], list[dict]] = {}
     for row in latest(rows):
         row = row | {"candidates": kept(row, model)}
-        if row["M"] > 16 and row["candidates"] and (size := cost.size_of(row["M"])):
+        if (row["M"] > 16 or fp8(row)) and row["candidates"] and (size := cost.size_of(row["M"], fp8(row))):
             places.setdefault((row["N"], row["K"], row["rows"], size), []).append(row)
     found = []
     for (N, K, of_a, size), some in sorted(places.items()):
         chosen = []
         for row in some:
             tuned = table.get((N, K, select.bucket_of(row["M"])))
-            chosen.append(select.by_price(N, K, row["M"], sms, of_a, tuned, model))
+            if fp8(row):
+                chosen.append(cost.cheapest(N, K, row["M"], sms, of_a, model=model, fp8=True))
+            else:
+                chosen.append(select.by_price(N, K, row["M"], sms, of_a, tuned, model))
         now = max(math.inf if c is None else slower(c, [row]) for c, row in zip(chosen, some, strict=True))
         timed = [complete(c["config"], size) for c in some[0]["candidates"]]
         best = min(timed, key=lambda config: slower(config, some))
         if now > GAIN and slower(best, some) < now:
             found.append({"N": N, "K": K, "rows": of_a, "size": size, "config": best})
     return found
+
+
+def fp8(row: dict) -> bool:
+    """Whether a row is of W4A8, whose variants and configurations are apart."""
+    return any(c["config"].get("fp8") for c in row["candidates"])
 
 
 def fastest_us(row: dict) -> float:
@@ -236,7 +244,7 @@ def losses(rows: list[dict], sms: int, model: dict) -> list[tuple[float, dict, d
             for i, c in enumerate(row["candidates"])
             if known(c["config"])
         ]
-        if row["M"] <= 16 or not priced:
+        if (row["M"] <= 16 and not fp8(row)) or not priced:
             continue
         us, _, chosen = min(priced)
         if math.isfinite(us):
@@ -328,10 +336,15 @@ def main() -> None:
     for loss, row, chosen in sorted(losses(rows, sms, model), key=lambda f: -f[0])[:12]:
         print(f"  {loss:6.1%} {row['matrix']} M={row['M']}: {chosen['config']}, best {row['candidates'][0]['config']}")
     if args.write:
-        head = {k: whole[k] for k in (*OF_A_RUN, "more") if k in whole}
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(factors)}" for name, factors in model.items())
-        timed = ",\n".join("  " + json.dumps(entry) for entry in faster_than_chosen(rows, sms, model, table))
-        text = f'{json.dumps(head | {"quality": found})[:-1]}, "factors": {{\n{lines}\n}}, "timed": [\n{timed}\n]}}\n'
+        old, mine = json.loads(cost.FACTORS.read_text()), fp8(rows[0])  # the other arithmetic's part stays
+        head = {k: whole[k] for k in (*OF_A_RUN, "more") if k in whole} | {"quality": found}
+        head = {k: v for k, v in old.items() if k not in ("factors", "timed")} | {"w4a8": head} if mine else head
+        model |= {name: factors for name, factors in old["factors"].items() if ("fp8=1" in name) != mine}
+        entries = [e for e in old["timed"] if e["config"].get("fp8", False) != mine]
+        entries += faster_than_chosen(rows, sms, model, table)
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(factors)}" for name, factors in sorted(model.items()))
+        timed = ",\n".join("  " + json.dumps(entry) for entry in entries)
+        text = f'{json.dumps(head)[:-1]}, "factors": {{\n{lines}\n}}, "timed": [\n{timed}\n]}}\n'
         temporary = cost.FACTORS.with_suffix(".tmp")
         temporary.write_text(text)
         os.replace(temporary, cost.FACTORS)

@@ -83,8 +83,10 @@ TOKENS = "tokens"  # among a variant's factors: up to how many it was measured
 WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
 
 
-def size_of(M: int) -> int:
+def size_of(M: int, fp8: bool = False) -> int:
     """The number of tokens as which M is priced; 0: not at all."""
+    if fp8 and M <= 16:
+        return 16
     return next((size for size in SIZES if size >= M), 0)
 
 
@@ -206,7 +208,7 @@ def variant(config: dict, M: int = 0) -> str:
         config = config | {"tasks": beside(config, M)}
         names = ("BM", "P", "S", "X", "permute", "natural", "fp8", "tasks")
         return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])
-    return config["kernel"] + (" fp8" if config.get("fp8") else "")
+    return config["kernel"] + (" fp8=1" if config.get("fp8") else "")
 
 
 def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str, float]:
@@ -256,17 +258,18 @@ def factors() -> dict[str, dict[str, float]]:
 
 
 @functools.cache
-def _timed() -> tuple[str, int, dict[tuple[int, int, int, int], dict]]:
-    """The GPU of the measurement, its multiprocessors, and (N, K, rows, size) -> configuration."""
+def _timed() -> tuple[str, int, dict[tuple[int, int, int, int, bool], dict]]:
+    """The GPU of the measurement, its multiprocessors, and (N, K, rows, size, W4A8) -> configuration."""
     model = json.loads(FACTORS.read_text()) if FACTORS.is_file() else {}
-    found = {(e["N"], e["K"], e["rows"], e["size"]): e["config"] for e in model.get("timed", ())}
+    keys = ("N", "K", "rows", "size")
+    found = {(*(e[k] for k in keys), e["config"].get("fp8", False)): e["config"] for e in model.get("timed", ())}
     return model.get("device", ""), model.get("multiprocessors", 0), found
 
 
-def fastest_timed(N: int, K: int, M: int, sms: int, rows: int) -> tuple[dict, str] | None:
+def fastest_timed(N: int, K: int, M: int, sms: int, rows: int, fp8: bool = False) -> tuple[dict, str] | None:
     """What the measurement behind the model found fastest, and on which GPU, where that is not what would be chosen without it."""
     device, multiprocessors, found = _timed()
-    config = found.get((N, K, rows, size_of(M))) if sms == multiprocessors else None
+    config = found.get((N, K, rows, size_of(M, fp8), fp8)) if sms == multiprocessors else None
     if config is None or (config["kernel"] == "wide" and not WIDE_ALLOWED):
         return None
     return config, device
@@ -295,7 +298,7 @@ def cheapest(
 
     The answer changes at `SIZES` only (with `fp8` at 16 too), so that what must be compiled ahead is known.
     """
-    M = 16 if fp8 and M <= 16 else size_of(M)
+    M = size_of(M, fp8)
     found = priced(N, K, M, sms, rows, more, model, fp8) if M else []
     return found[0][1] if found else None
 

@@ -278,7 +278,8 @@ def fp8(N: int, K: int, M: int, device_index: int | None, gluon: bool, rank: int
     _, sms, capability = device_properties(device_index)
     if not gluon or capability[0] != 9 or cost.SIZES[-1] < M:
         return DENSE_FP8
-    return cost.cheapest(N, K, M, sms, rank * shards, fp8=True) or DENSE_FP8
+    timed = cost.fastest_timed(N, K, M, sms, rank * shards, fp8=True)
+    return timed[0] if timed else cost.cheapest(N, K, M, sms, rank * shards, fp8=True) or DENSE_FP8
 
 
 # --- batch-invariant -----------------------------------------------------------------------------------------------------------------
