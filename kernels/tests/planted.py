@@ -31,7 +31,6 @@ TESTS = (
 FIRST = {
     "hopper_wgmma": "test_wgmma",
     "hopper_adapt": "test_wgmma",
-    "hopper_wide": "test_wgmma",
     "cost": "test_wgmma_where_the_last_step_is_a_part_of_one",
     "ampere": "test_mma",
     "launch": "test_skinny",

@@ -32,7 +32,7 @@ if HAS_TRITON:
 def missing_from_gluon() -> str | None:
     """What this Triton lacks of what the Hopper kernels use; None: nothing."""
     try:
-        for name in ("hopper_wide", "ampere"):  # and all that they import
+        for name in ("hopper_wgmma", "ampere"):  # and all that they import
             importlib.import_module(f".{name}", __package__)
     except (ImportError, AttributeError, TypeError) as error:
         return str(error)
