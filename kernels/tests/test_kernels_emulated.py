@@ -157,15 +157,6 @@ def test_skinny(emulated, config, M, N, K, rank, splits):
     assert set(emulated["launches"]) == {"skinny_kernel"}
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("rank", [0, 36])
-def test_skinny_by_the_conversion_of_codes(emulated, monkeypatch, rank, late):
-    """As on Blackwell, where pairs are neighbours."""
-    monkeypatch.setattr(launch, "converts_fp4", lambda capability: True)
-    run(SKINNY | {"BM": 16, "late": late}, 11, 96, 768, rank, (64, 32) if rank else None)
-    assert set(emulated["launches"]) == {"skinny_kernel"}
-
-
 @pytest.mark.parametrize(
     "config,M,N,K,rank,splits",
     [
