@@ -40,6 +40,7 @@ def test_every_new_field_has_a_help_text():
     [
         ("base_format", "int4"),
         ("scale_rule", "mse"),
+        ("compute", "w8a8"),
         ("aqn_schedule", "stepwise"),
         ("aqn_scope", "everywhere"),
         ("zero_advantage_patience", 0),

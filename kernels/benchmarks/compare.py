@@ -12,6 +12,7 @@ Times are medians of alternating CUDA graph replays; weights rotate over several
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import statistics
@@ -26,7 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 import qerl_nvfp4
-from qerl_nvfp4 import ops, reference, select, tune
+from qerl_nvfp4 import ops, precompile, reference, select, tune
+from qerl_nvfp4.precompile import Weight
 from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, times_us
 
 READ_BANDWIDTH, MATRIX_RATE, RANK = 4.59e12, 790e12, 32
@@ -264,15 +266,10 @@ def main() -> None:
     print("#", qerl_nvfp4.describe(), flush=True)
     marlin = Marlin(args.marlin) if args.marlin else None
     shapes = [(f"{m}.{n}", N, K) for m in models for n, (N, K) in tune.layer_shapes(m).items()]
-    splits = {nk: len(rows) for m in models for nk, rows in tune.layer_splits(m).items()}
-    jobs = [
-        (select.choose(N, K, M, 0, True, rank, splits.get((N, K), 1)), N, K, rank)
-        for _, N, K in shapes
-        for M in tokens
-        for rank in (0, RANK)
-        if args.compute == "w4a16"
-    ]
-    tune.precompile(jobs, max(1, (os.cpu_count() or 2) - 2))
+    of_model = {nk: rows for m in models for nk, rows in tune.layer_splits(m).items()}
+    if args.compute == "w4a16":
+        ranks = itertools.product(shapes, (0, RANK))
+        precompile.precompile([Weight(N, K, of_model.get((N, K), (N,)), r) for (_, N, K), r in ranks], tokens)
     import triton
 
     result = {

@@ -116,6 +116,11 @@ def streams() -> None:
     ops._rms_norm(x, torch.empty(3584, device="meta"), 1e-6, x)
     for rule in ("rtn", "four_over_six", "neighbor_sweep"):
         ops._quantize(weight, rule, torch.empty(1, device="meta"))
+    if ops._converts_fp8(x):
+        packed, scale = (torch.empty(64, n, device="meta", dtype=torch.uint8) for n in (1792, 224))
+        for flag in (False, True):
+            ops._quantize_fp8(x, flag)
+            ops._dequantize_fp8(packed, scale, flag)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -182,7 +187,11 @@ def cases(sm: int, quick: bool):
                 if config["kernel"] == "wide" and not cost.can_be_beside(config)
             ]
             invariant = [(M, config, [0, 32, 256]) for M, config in invariant]
-            for M, config, ranks in (*chosen, *natural, *untimed, *invariant):
+            fp8 = []
+            if bf16 and sm == 90:
+                some = (config for M in tokens for config in cost.candidates_fp8(N, K, M, CARDS[sm][1]))
+                fp8 = [(config.get("BM", 2048), config, [0, 32]) for config in some if config["kernel"] != "dense"]
+            for M, config, ranks in (*chosen, *natural, *untimed, *invariant, *fp8):
                 if M in for_wide and config["kernel"] != "wide":
                     continue
                 if quick:

@@ -601,7 +601,10 @@ TYPES = {
 gl = _Language(
     **TYPES,
     **{function.__name__: function for function in OWN},
-    static_range=range, tensor="a record's field", shared_memory_descriptor="a record's field", tuple=tuple,
+    static_range=range,
+    tensor="a record's field",
+    shared_memory_descriptor="a record's field",
+    tuple=tuple,
     num_programs=lambda axis: Tensor(np.int32(machine.grid[axis]), "i32"),
     arange=lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32), "i32"),
     zeros=lambda shape, kind, layout=None: Tensor(np.zeros([int(s) for s in shape], NUMPY[kind]), kind),

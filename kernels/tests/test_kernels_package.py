@@ -137,7 +137,7 @@ def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch, h
     assert ops.missing_from_gluon() is None
     for name in ("barrier", "thread_barrier"):
         monkeypatch.delattr(gl, name, raising=False)
-    for name in ("gluon_names", "hopper", "hopper_adapt", "hopper_wgmma", "ampere"):
+    for name in ("gluon_names", "hopper", "hopper_tile", "hopper_decode", "hopper_adapt", "hopper_wgmma", "ampere"):
         monkeypatch.delitem(sys.modules, f"qerl_nvfp4.{name}", raising=False)
     ops._gluon_lacks.cache_clear()
     assert not ops.use_gluon(0)

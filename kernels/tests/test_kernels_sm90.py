@@ -68,7 +68,7 @@ def compile_sm90(
     aligned = {(names.index(n),) for n in aligned if n not in constants}
     for n in ("pointers", "aligned"):
         aligned |= {(names.index(n), i) for i in range(len(known[n]))} if n in names else set()
-    attributes = dict.fromkeys(sorted(aligned), [["tt.divisibility", 16]])
+    attributes = {key: [["tt.divisibility", 16]] for key in sorted(aligned)}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -15,7 +15,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from .noise.callback import SCALES, SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
-from .nvfp4.format import SCALE_RULES
+from .nvfp4.format import COMPUTES, SCALE_RULES
 from .support import secrets
 from .support.distributed import fsdp_version, patience
 from .support.options import check_options
@@ -30,6 +30,7 @@ _NEWER_NAME = "activation_checkpointing"
 _CHOICES = {
     "base_format": BASE_FORMATS,
     "scale_rule": SCALE_RULES,
+    "compute": COMPUTES,
     "aqn_schedule": SCHEDULES,
     "aqn_scope": SCOPES,
     "aqn_scale": SCALES,
@@ -107,6 +108,10 @@ class QeRLArguments(OnlineConfig):
             or `"neighbor_sweep"`. See [`qerl_trl.nvfp4`].
         modules_to_not_convert (`list[str]`, *optional*):
             Linear layers that stay in bf16, by exact name or pattern. `lm_head` always does.
+        compute (`str`, *optional*, defaults to `"w4a16"`):
+            Arithmetic of the NVFP4 layers in rollout, prefill and update: `"w4a16"` (16-bit activations), or `"w4a8"`
+            (activations and decoded weights rounded to FP8, see [`qerl_trl.nvfp4`]), faster above about 64 sequences,
+            and in the whole update, on FP8 hardware (sm_89 and newer). Gradients take the rounding for the identity.
 
         > Adaptive quantization noise (paper, Section 3.3)
 
@@ -208,6 +213,9 @@ class QeRLArguments(OnlineConfig):
     base_format: str = _field("nvfp4", "Base weights: 'nvfp4'; as control arms 'bf16', 'nf4' or 'full' (no adapter).")
     scale_rule: str = _field("rtn", "Block scales at quantization: 'rtn', 'four_over_six' or 'neighbor_sweep'.")
     modules_to_not_convert: list[str] | None = _field(None, "Linear layers that stay in bf16.")  # noqa: RUF009
+    compute: str = _field(
+        "w4a16", "Products of NVFP4 layers: 'w4a16', or 'w4a8' (FP8: many sequences, sm_89 and newer)."
+    )
     aqn: bool = _field(True, "Add scheduled noise to the RMSNorm weights during rollouts.")
     aqn_schedule: str = _field("exponential", f"Noise schedule: {', '.join(map(repr, SCHEDULES))}.")
     aqn_sigma_start: float = _field(1e-2, "Standard deviation in the first noisy stage.")

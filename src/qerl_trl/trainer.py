@@ -53,7 +53,7 @@ from .model.loading import BytesWithoutGradient, save_whole_tensors
 from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
 from .noise.callback import AQNCallback
 from .nvfp4.architectures import delta_net_layers
-from .nvfp4.linear import has_nvfp4
+from .nvfp4.linear import has_nvfp4, set_compute
 from .rollout import mismatch
 from .rollout.engine import RolloutError
 from .rollout.sampling import of_the_model_alone, settle_ends
@@ -75,6 +75,7 @@ def attach(trainer: Any) -> None:
     """Attach noise, checks and the fast update to a constructed TRL trainer."""
     args = trainer.args
     settle_ends(trainer)
+    set_compute(trainer.model, args.compute)
     plan_trainer(trainer)
     trained = trainer.accelerator.unwrap_model(trainer.model)
     folder.check_disk(args, trained)

@@ -19,10 +19,11 @@ def problems(tmp_path, write_rows):
 
 def test_eval(finished, problems, tmp_path):
     words = ["--data", problems, "--max-new-tokens", 4, "--limit", 3, "--output", tmp_path / "eval.json"]
-    code, out, err = call("eval", finished[0], *words, "--json")
+    code, out, err = call("eval", finished[0], *words, "--json", "--compute", "w4a8")
     assert code == 0, err
     result = json.loads((tmp_path / "eval.json").read_text())
     assert result["total"] == 3 and result["adapter"] is True and len(result["verdicts"]) == 3
+    assert result["compute"] == "w4a8"
     assert json.loads(out)["accuracy"] == result["accuracy"] and result["base_format"] == "nvfp4"
     assert (result["answer_format"], result["without_an_answer"]) == ("marked", 3)
     code, _, err = call("eval", finished[0], "--data", tmp_path / "typo.jsonl", "--output", tmp_path / "x.json")
@@ -74,3 +75,5 @@ def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenize
     code, out, err = call("eval", tmp_path / "dense", "--data", tmp_path, "--engine", "vllm")
     assert code == 0 and "local, float32 weights: " in out, err
     assert served == ["float32"]
+    code, _, err = call("eval", tmp_path / "dense", "--data", tmp_path, "--compute", "w4a8")
+    assert code == 2 and "--compute w4a8 needs NVFP4 weights, and these are float32" in err

@@ -52,7 +52,6 @@ def example():
             "sigma_start=-1.0, sigma_end=0.0005, num_stages=10 is no noise schedule. Pass finite",
         ),
         (["--learning_rat", "1"], "--learning_rat: unknown option in"),
-        (["--model_name_or_path", "./typo"], "./typo is neither a folder here nor a Hub id (user/name)."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

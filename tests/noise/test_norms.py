@@ -10,7 +10,6 @@ from torch import nn
 from qerl_trl.noise.norms import find_noisy_norms, multiplier_rms
 from qerl_trl.nvfp4 import linear as linear_module
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.support.names import canonical_name
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SECOND_NORM = dict.fromkeys(FAMILIES, "post_attention_layernorm") | {
@@ -23,20 +22,6 @@ def expected_names(family: str, layers: int = 2) -> list[str]:
     return [
         f"model.layers.{layer}.{norm}" for layer in range(layers) for norm in ("input_layernorm", SECOND_NORM[family])
     ]
-
-
-@pytest.mark.parametrize(
-    ("wrapped", "canonical"),
-    [
-        ("base_model.model.model.layers.3.input_layernorm", "model.layers.3.input_layernorm"),
-        ("_orig_mod.module._fsdp_wrapped_module.base_model.model.model.norm", "model.norm"),
-        ("base_model.model.model.layers.0.norm.modules_to_save.default", "model.layers.0.norm"),
-        ("model.layers.0._checkpoint_wrapped_module.mlp.base_layer.weight", "model.layers.0.mlp.weight"),
-        ("model.base_layernorm.weight", "model.base_layernorm.weight"),
-    ],
-)
-def test_canonical_name(wrapped, canonical):
-    assert canonical_name(wrapped) == canonical_name(canonical) == canonical
 
 
 @pytest.mark.parametrize("family", FAMILIES)

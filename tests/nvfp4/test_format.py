@@ -2,21 +2,25 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qerl_nvfp4 import reference
 from qerl_trl.nvfp4.format import (
     E2M1_VALUES,
     SCALE_RULES,
     decode_e2m1,
+    decode_fp8,
     decode_scale,
     dequantize,
     encode_e2m1,
     pack,
     power_of_two_global_scale,
     quantize,
+    quantize_fp8,
     rescale,
     unpack,
 )
@@ -195,6 +199,27 @@ def test_dequantization_is_compressed_tensors_own_bit_for_bit(compressor, global
     theirs = code.decompress({**stored, "weight_global_scale": divisor}, scheme)["weight"]
     assert theirs.dtype == torch.bfloat16
     assert torch.equal(dequantize(packed, block_scale, divisor).view(torch.int16), theirs.view(torch.int16))
+
+
+def test_fp8_operands():
+    """All finite E4M3 patterns times all codes; rows of activations with zeros, tiny and huge values."""
+    patterns = torch.tensor([pattern for pattern in range(256) if pattern & 0x7F != 0x7F], dtype=torch.uint8)
+    packed, block_scale = torch.arange(256, dtype=torch.uint8).repeat(254, 1), patterns.unsqueeze(-1).repeat(1, 32)
+    exact = decode_e2m1(unpack(packed)) * decode_scale(block_scale).repeat_interleave(16, 1) / 8  # exact in float32
+    w8 = decode_fp8(packed, block_scale)
+    assert torch.equal(w8.view(torch.uint8), exact.to(torch.float8_e4m3fn).view(torch.uint8))
+    turned = decode_fp8(packed, block_scale, transpose=True)
+    assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8).t(), w8.view(torch.uint8))
+    x = (random_matrix(4, 64, 0) * torch.tensor([[0.0], [1e-36], [1.0], [1e36]])).bfloat16()
+    x8, scale = quantize_fp8(x)
+    amax = x.float().abs().amax(1).clamp(min=2.0**-100).numpy()
+    assert torch.equal(scale, torch.from_numpy(amax / np.float32(448)))
+    scaled = torch.from_numpy(x.float().numpy() * (np.float32(448) / amax)[:, None])
+    assert torch.equal(x8.view(torch.uint8), scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+    assert not x8.isnan().any() and x8[2:].float().abs().amax() == 448
+    kernels = reference.dequantize_fp8(packed, block_scale), *reference.quantize_fp8(x)
+    for mine, theirs in zip((w8, x8, scale), kernels, strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_rtn_writes_the_bytes_of_compressed_tensors(compressor):

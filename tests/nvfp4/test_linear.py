@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import qerl_nvfp4
 from qerl_trl.nvfp4 import linear as linear_module
-from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, linear
+from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, linear, set_compute
 from tests.tiny_models import gathered
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -59,11 +59,18 @@ def test_forward_and_backward_equal_the_dense_layer_bit_for_bit(n, blocks, leadi
         assert ours.dtype == dtype and torch.equal(ours, theirs)
 
 
-def test_gradcheck_in_double_precision():
-    layer = make_layer(6, 16)
-    x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, bias: linear(x, *layer.nvfp4, bias), (x, bias))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_w4a8_is_the_kernels_function_bit_for_bit(dtype):
+    layer, x = make_layer(dtype=dtype, bias=False), torch.randn(5, 64).to(dtype)
+    packed, block_scale, scale = layer.nvfp4
+    for scales in (scale, scale * 2.0 ** (torch.arange(48) % 5)):
+        weight = packed, block_scale, scales
+        y, dx = forward_backward(lambda x, weight=weight: linear(x, *weight, compute="w4a8"), x)
+        assert torch.equal(y, qerl_nvfp4.linear(x, *weight, compute="w4a8"))
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert torch.equal(dx, qerl_nvfp4.linear_backward(dy, *weight, compute="w4a8"))
+    layer.compute = "w4a8"
+    assert torch.equal(layer(x), linear(x, *layer.nvfp4, compute="w4a8"))
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -116,17 +123,18 @@ def test_bytes_gathered_as_floats_are_the_same_bytes():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "implementation", "autocast"),
+    ("dtype", "implementation", "autocast", "compute"),
     [
-        (torch.bfloat16, "auto", False),
-        (torch.bfloat16, "reference", False),
-        (torch.float16, "decode", False),
-        (torch.float32, "auto", True),
+        (torch.bfloat16, "auto", False, "w4a16"),
+        (torch.bfloat16, "reference", False, "w4a8"),
+        (torch.float16, "decode", False, "w4a16"),
+        (torch.float32, "auto", True, "w4a8"),
     ],
 )
-def test_compiles_as_one_graph_with_the_same_results(dtype, implementation, autocast):
+def test_compiles_as_one_graph_with_the_same_results(dtype, implementation, autocast, compute):
     torch.compiler.reset()
     model = nn.Sequential(make_layer(64, 64, dtype=dtype), nn.SiLU(), make_layer(48, 64, seed=1, dtype=dtype))
+    set_compute(model, compute)
     for layer in (model[0], model[2]):
         layer.implementation = implementation
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

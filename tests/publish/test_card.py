@@ -33,6 +33,7 @@ SETTINGS = {
     "loss_type": "dapo",
     "beta": 0.0,
     "seed": 5,
+    "options": {"compute": "w4a8"},
     "settings_sha256": "5e77",
     "global_step": 100,
 }
@@ -101,7 +102,8 @@ def test_accuracy_is_shown_of_the_weights_that_were_evaluated(kind):
 TEXTS = {
     "adapter": (
         facts("adapter"),
-        "0.0123 to 0.000456 in 7 stages;rank 16, alpha 32;52.3 %;41.1 %;+11.2 points;some CPU;on the quantized base",
+        "0.0123 to 0.000456 in 7 stages;rank 16, alpha 32;52.3 %;41.1 %;+11.2 points;some CPU;on the quantized base"
+        ";products in FP8 (W4A8)",
     ),
     "nvfp4_merged": (facts("nvfp4_merged"), "34.5 %"),
     "other base": (facts("merged_other_base"), "Not the policy that was trained;0.0876"),

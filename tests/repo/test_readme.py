@@ -15,7 +15,6 @@ from trl import ModelConfig, TrlParser
 
 from qerl_trl import QeRLConfig
 from qerl_trl.nvfp4.linear import has_nvfp4
-from qerl_trl.tasks.arms import ARMS
 from qerl_trl.tasks.task import TaskArguments
 from tests.repo.test_configs import SMALL
 
@@ -88,13 +87,3 @@ def test_tables_come_from_the_committed_measurements():
     script = ROOT / "benchmarks" / "tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_table_of_arms_is_that_of_the_command():
-    page = (ROOT / "docs/source/quickstart.md").read_text()
-    rows = re.findall(r"^\| `([\w-]+)`.*\| `(--[^`]*)`.*\|$", page, re.MULTILINE)
-    arms = {name: options.split() for name, options in rows}
-    assert arms.keys() == {"nvfp4-no-noise", "bf16", "nf4-no-noise", "full-no-noise"}
-    for name, arm in arms.items():
-        given = {"--base_format": "nvfp4", **dict(zip(arm[::2], arm[1::2], strict=True))}
-        assert given == {f"--{option}": value for option, value in ARMS[name].items()}

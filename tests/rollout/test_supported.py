@@ -21,6 +21,7 @@ def config(**options) -> QeRLConfig:
         ({"base_format": "full", "vllm_mode": "server"}, "base_format='full' with .*server.*vllm_mode='colocate'"),
         ({"base_format": "nf4", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 cannot work"),
         ({"vllm_batch_invariant": True, "base_format": "bf16"}, "vllm_batch_invariant=True with .* cannot work"),
+        ({"compute": "w4a8", "base_format": "bf16"}, "compute='w4a8' with .* cannot work: only NVFP4"),
         ({"vllm_engine_kwargs": {"load_format": "auto"}}, "load_format='auto'.*leave it out"),
     ],
     ids=str,
@@ -32,7 +33,7 @@ def test_combinations_that_cannot_work(options, said):
 
 def test_combinations_that_work():
     config(base_format="bf16", vllm_mode="server")
-    config(vllm_batch_invariant=True)
+    config(vllm_batch_invariant=True, compute="w4a8")
     config(vllm_engine_kwargs={"speculative_config": {"method": "ngram"}, "kv_cache_dtype": "fp8"})
     check_sharding(args := SimpleNamespace(use_vllm=True, base_format="bf16"), 2, None)
     check_sharding(args, 0, 2)

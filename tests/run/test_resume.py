@@ -24,6 +24,7 @@ CASES = {
     "accumulation-and-later-epoch": {"gradient_accumulation_steps": 2},  # 4 steps an epoch
     "inside-later-epoch": {"gradient_accumulation_steps": 4},  # 2 steps an epoch
     "policy-scope": {"aqn_scope": "policy", "aqn_scale": "relative", "aqn_target_kl": 0.05},
+    "w4a8": {"compute": "w4a8"},
     "two-iterations": {"num_iterations": 2},
     "entropy-target": {"aqn_schedule": "entropy_target", "aqn_entropy_target": 5.0},
 }

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.fused import fuse_storage
-from qerl_trl.nvfp4.linear import NVFP4Linear
+from qerl_trl.nvfp4.linear import NVFP4Linear, set_compute
 from tests.tiny_models import make_tiny_model
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -25,12 +25,13 @@ REORDERED = 1e-5
 def adapted(family: str = "qwen2", base: str = "packed", dtype=torch.float32, layers: int = 2, **options) -> nn.Module:
     """A tiny model with a random adapter of a scaling that is not 1, in training mode."""
     model = make_tiny_model(family, dtype=dtype, num_hidden_layers=layers)
-    if base == "packed":
+    if base != "dense":
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear and name != "lm_head":
                     setattr(parent, name, NVFP4Linear.from_linear(child))
         fuse_storage(model)
+        set_compute(model, base if base == "w4a8" else "w4a16")
     model.requires_grad_(False)
     options = {"r": 8, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
     model = get_peft_model(model, register_nvfp4_lora(LoraConfig(**options)))

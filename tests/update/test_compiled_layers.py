@@ -64,15 +64,6 @@ def test_gated_delta_nets_stay_eager():
     assert not compiled.failed
 
 
-def test_no_length_compiles_again():
-    model = small(layers=3)
-    compile_layers(model, backend="eager")
-    for length in (40, 41, 64, 33, 57, 128):
-        update(model, batch(length))
-    update(model, batch(45, sequences=3))
-    assert graphs() == 2, "the layers, and the norm after them"
-
-
 def test_one_graph_with_and_without_gradients():
     model, given = small(layers=3), batch(40)
     compiled = compile_layers(model, backend="aot_eager")

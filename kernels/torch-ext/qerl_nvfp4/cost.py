@@ -73,7 +73,7 @@ BEFORE = ((208, 3), (272, 2), (288, 2))
 # Tiles of so many tokens are also worth a try with x in its natural order, whose decoding takes half as many instructions more: by machine
 # code they fill at most 0.7 of the cycles of the matrix units there, and more than 0.9 with 112 tokens and fewer
 NATURAL = 128
-# Whether hopper_wide.py may be chosen: QERL_NVFP4_WIDE=0 to do without
+# Whether `wide`, tiles of which x has a ring of its own, may be chosen: QERL_NVFP4_WIDE=0 to do without
 WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
 WITHOUT_ADAPTER = 64  # rows of A that a product without an adapter is priced with: only products with one were timed
 UNIT = 256  # columns that a tile's programs go along K at a time
@@ -89,7 +89,7 @@ def size_of(M: int) -> int:
 
 
 def wide_shared_memory(BM: int, P: int, S: int, X: int) -> int:
-    """Bytes per block of hopper_wide.wide_kernel with an adapter, without barriers."""
+    """Bytes per block of hopper_wgmma.wgmma_kernel with a ring of X stages of x and an adapter, without barriers."""
     return S * P * 9216 + X * BM * 128 + P * 4096 + P * 4096 + BM * 64 + 2048
 
 

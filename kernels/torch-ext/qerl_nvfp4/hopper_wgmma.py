@@ -319,7 +319,9 @@ def consume(ring, work, out, lora, part: gl.constexpr, tile):
                 words, scales = read(ring.w_sh, ring.s_sh, st, h, part, tile)
                 for i in gl.static_range(4):
                     if tile.X == 0:
-                        accs = multiply(accs, piece_of(words, scales, i, A_LAYOUT, tile), ring.x_sh, st * 2 + h, i, tile)
+                        accs = multiply(
+                            accs, piece_of(words, scales, i, A_LAYOUT, tile), ring.x_sh, st * 2 + h, i, tile
+                        )
                         if i == 0:
                             if h == 0:  # the last wgmma of the unit before is done
                                 mbarrier.arrive(ring.empty.index(before(st, tile.S) * B + B - 1), pred=u > s0)
@@ -420,7 +422,21 @@ def wgmma_kernel(
     `V` is a `hopper_tile.Variant`; the others are tuples, in the order of `launch.launch_wgmma`. `sizes` are twice the numbers plus 3: of
     tuples Triton makes a kernel for each 1 and multiple of 16, whatever `do_not_specialize` says.
     """
-    x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, done_ptr, taken_ptr, count_ptr, gs_ptr, bias_ptr, xs_ptr, ws_ptr, cnt_ptr = pointers
+    (
+        x_ptr,
+        a_ptr,
+        slice_ptr,
+        xa_ptr,
+        flag_ptr,
+        done_ptr,
+        taken_ptr,
+        count_ptr,
+        gs_ptr,
+        bias_ptr,
+        xs_ptr,
+        ws_ptr,
+        cnt_ptr,
+    ) = pointers
     N, K, sxm = aligned
     M, sgs, R8, H, KS, e1, e2, steps, U, mt, D = [(number - 3) >> 1 for number in sizes]
     PERMUTE: gl.constexpr = V.ORDER == "permute"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import measured, ops
+from . import measured, ops, select
 from .cost import SIZES
 from .select import BUCKETS, choose, measured_for
 from .turns import QUIET_S, one_process_at_a_time
@@ -104,10 +104,11 @@ def precompile(
     threads: int | None = None,
     tell: Callable[[str], None] = print,
     batch_invariant: bool = False,
+    compute: str = "w4a16",
     also: Callable[[], None] = lambda: None,
 ) -> Compiled:
     """Compile every kernel that `linear` launches for these weights and numbers of tokens (None: all that there can be), and `rms_norm` for
-    rows of `norms` elements. `batch_invariant`: as `linear` will be called. `also` launches others of ours with tensors on the meta device.
+    rows of `norms` elements. `batch_invariant`, `compute`: as `linear` will be called. `also` launches others of ours with tensors on the meta device.
 
     For the current CUDA device; without one that the kernels are made for it does nothing. `threads`: one per processor unless given.
     `tell` is called where it takes more than a second, before and after.
@@ -120,7 +121,7 @@ def precompile(
     sizes = None if tokens is None else sorted(set(tokens))
 
     def launch_all() -> None:
-        _launch_all(weights, sizes, norms, dtype, torch.cuda.current_device(), batch_invariant)
+        _launch_all(weights, sizes, norms, dtype, torch.cuda.current_device(), batch_invariant, compute == "w4a8")
         also()
 
     return compile_launches(launch_all, threads, tell)
@@ -163,7 +164,7 @@ def _tokens_of(weight: Weight, device: int, bf16: bool) -> tuple[int, ...]:
 
 
 def _launch_all(
-    weights, tokens: list[int] | None, norms, dtype: torch.dtype, device: int, batch_invariant: bool = False
+    weights, tokens: list[int] | None, norms, dtype: torch.dtype, device: int, invariant: bool, fp8: bool
 ) -> None:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -177,10 +178,10 @@ def _launch_all(
         adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
         for M in _tokens_of(each, device, bf16) if tokens is None else tokens:
             arguments = (empty(M, K), *weight, divisor, empty(N) if bias else None, *adapter, empty(M, N))
-            if batch_invariant:
-                ops.product_in_any_batch(*arguments)
+            if invariant:
+                ops.product_in_any_batch(*arguments, fp8)
             else:
-                ops.product(choose(N, K, M, device, bf16, rank, len(splits)), *arguments)
+                ops.product((select.fp8 if fp8 else choose)(N, K, M, device, bf16, rank, len(splits)), *arguments)
     for K in norms:
         x, norm = empty(1, K), empty(K, dtype=torch.float32)
         ops._rms_norm(x, norm, 1e-6)

@@ -1,7 +1,7 @@
 """Which kernel, with which configuration, for a matrix (N, K) and M tokens on a device.
 
 What the user measured for a model on this GPU (refine.py, kept by measured.py) comes first.  A table tuned on the device
-(configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes and the numbers of tokens it knows, also
+(configs/device_name=<name>.json, by a tuner that `qerl-trl tune` has replaced) answers for the shapes and the numbers of tokens it knows, also
 for another Hopper GPU with as many multiprocessors.  Above 16 tokens on Hopper, what was timed for the cost model (cost.py) comes before
 that table where it is faster, and the model answers for everything else; on
 Ampere, Ada and GeForce Blackwell arithmetic (bounds.py), a heuristic for what is left.  A configuration is a small dict:
@@ -11,7 +11,7 @@ Ampere, Ada and GeForce Blackwell arithmetic (bounds.py), a heuristic for what i
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
         "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
         "natural"                                              x is left in its order
-    {"kernel": "wide", "BM", "P", "S", "X", "grid"}            hopper_wide.wide_kernel, BM any multiple of 16 up to 288; "tasks", "natural" as above
+    {"kernel": "wide", "BM", "P", "S", "X", "grid"}            the same with x in a ring of its own, BM any multiple of 16 up to 288; "tasks", "natural" as above
     {"kernel": "mma", "BM", "R", "NS", "SK"}               ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
@@ -277,7 +277,7 @@ DENSE_FP8 = {"kernel": "dense", "pieces": 1, "fp8": True}
 def fp8(N: int, K: int, M: int, device_index: int | None, gluon: bool, rank: int = 0, shards: int = 1) -> dict:
     """The configuration of W4A8: what the cost model finds cheapest on Hopper; elsewhere, and for more tokens, cuBLAS."""
     _, sms, capability = device_properties(device_index)
-    if not gluon or capability[0] != 9 or M > cost.SIZES[-1]:
+    if not gluon or capability[0] != 9 or cost.SIZES[-1] < M:
         return DENSE_FP8
     return cost.cheapest(N, K, M, sms, rank * shards, fp8=True) or DENSE_FP8
 

@@ -1,24 +1,12 @@
-"""Tune the kernels for this GPU and write configs/device_name=<name>.json.
+"""The matrices of known models, and the times of configurations of one matrix that are right: what refine.py and the benchmarks share."""
 
-    python -m qerl_nvfp4.tune                                    the matrices of Qwen2.5 3B, 7B, 14B and 32B
-    python -m qerl_nvfp4.tune --shapes 37888x3584,3584x18944     N x K of your model's (fused) linear layers
-
-Every candidate is checked against the reference before it is timed; one that is wrong or does not compile is dropped and named.
-Candidates are compiled in parallel processes first. Entries of shapes that are not tuned now stay in the file.
-"""
-
-import argparse
-import json
 import math
-import multiprocessing
-import os
 import time
-from pathlib import Path
 
 import torch
 from triton.errors import TritonError
 
-from . import ops, reference, select
+from . import ops, reference
 from .launch import forget_scratch
 from .timing import copies_needed, random_weight, relative_error, time_us, times_us
 
@@ -48,110 +36,6 @@ def layer_splits(size: str) -> dict[tuple[int, int], tuple[int, ...]]:
     _, q, kv, inner = MODELS[size]
     shapes = layer_shapes(size)
     return {shapes["qkv"]: (q, kv, kv), shapes["gate_up"]: (inner, inner)}
-
-
-def skinny_candidates(N: int, K: int, bucket: int, sms: int):
-    for WK, WN, R in ((4, 1, 2), (4, 1, 4), (8, 1, 2), (2, 2, 2), (4, 2, 2)):
-        config = {"kernel": "skinny", "BM": 8 if bucket <= 8 else 16, "WK": WK, "WN": WN, "R": R, "late": False}
-        if not select.skinny_fits(config, N, K):
-            continue
-        tiles = N // (16 * R * WN)
-        resident = 16 // (WK * WN)
-        grids = {sms * i for i in (2, 3, 4) if i <= resident} | {
-            tiles * i for i in (1, 2) if tiles * i <= sms * resident
-        }
-        yield from (config | {"grid": g} for g in sorted(grids))
-        if WK * WN == 4:  # late loads want registers
-            yield from (config | {"late": True, "grid": g} for g in sorted(grids) if g <= 3 * sms)
-
-
-def adapter_candidates(config: dict, bucket: int, sms: int):
-    """What to try with an adapter where a configuration is good without."""
-    layout = {k: v for k, v in config.items() if k != "grid"}
-    if config["kernel"] == "wgmma":
-        tasks = [True, False] if bucket >= 128 else [True]  # x A^T beside it, or by cuBLAS before
-        if config["BM"] < 128 or config["P"] < 4:
-            grids = {config["grid"], *range(sms - 24, sms + 1, 8)}
-            yield from (layout | {"grid": g, "tasks": t} for g in sorted(grids) for t in tasks)
-        return
-    if config["kernel"] == "dense":
-        yield config
-        return
-    resident = 16 // (config["WK"] * config["WN"])
-    for grid in {sms * i for i in range(max(1, resident - 2), resident + 1)} | {config["grid"]}:
-        yield from (layout | {"grid": grid, "cost": cost} for cost in (2, 3, 5, 8))
-
-
-WGMMA = {  # tokens -> (BM, P, S, permute)
-    16: [(16, 3, 4, True), (16, 3, 5, True)],
-    32: [(32, 2, 5, True), (32, 3, 4, True), (32, 3, 4, False)],
-    64: [(64, 2, 4, True), (64, 3, 3, True), (64, 2, 4, False), (64, 3, 3, False)],
-    128: [(128, 2, 2, False), (128, 3, 2, False), (128, 4, 2, False)],
-}
-
-
-def wgmma_candidates(N: int, K: int, bucket: int, sms: int):
-    if not select.wgmma_fits(N, K):
-        return
-    for BM, P, S, permute in WGMMA[min(bucket, 128)]:
-        tiles = math.ceil(N / (64 * P)) * math.ceil(bucket / BM)
-        grids = {sms} | {tiles * i for i in range(1, sms // tiles + 1) if tiles * i * 2 >= sms}
-        waves = math.ceil(tiles / sms)
-        if tiles % waves == 0:
-            grids.add(tiles // waves)  # whole tiles only
-        config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute}
-        yield from (config | {"grid": g} for g in sorted(grids))
-
-
-def candidates(
-    N: int, K: int, bucket: int, sms: int, kernels: tuple[str, ...] = ("skinny", "wgmma", "dense")
-) -> list[dict]:
-    """Everything worth timing for `bucket` tokens (0: many)."""
-    found = []
-    if bucket and bucket <= 16:
-        found += skinny_candidates(N, K, bucket, sms)
-    if bucket >= 16:
-        found += wgmma_candidates(N, K, bucket, sms)
-    if bucket == 0 or bucket >= 128:
-        found += [{"kernel": "dense", "pieces": p} for p in (1, 2, 4, 8) if N // p >= 2048]
-    return [c for c in found if c["kernel"] in kernels]
-
-
-def compile_one(job) -> tuple[str, str]:
-    """Compile by launching once."""
-    config, N, K, rank = job
-    try:
-        weight = random_weight(N, K, 0)  # the whole matrix: registers depend on the number of programs
-        x = torch.randn(min(config.get("BM", 16), 16), K, device="cuda", dtype=torch.bfloat16)
-        a = torch.zeros(rank, K, device="cuda", dtype=torch.bfloat16) if rank else None
-        b = torch.zeros(N, rank, device="cuda", dtype=torch.bfloat16) if rank else None
-        out = torch.empty(len(x), N, device="cuda", dtype=torch.bfloat16)
-        ops.product(config, x, *weight, torch.ones(1, device="cuda"), None, a, b, None, out)
-        torch.cuda.synchronize()
-    except FAILURES as error:  # a candidate that does not compile is only dropped, and named in the log
-        return str(job), f"{type(error).__name__}: {str(error)[-200:]}"
-    return str(job), ""
-
-
-def precompile(jobs: list, processes: int) -> dict[str, str]:
-    """Fill Triton's disk cache; returns the jobs that failed."""
-    sms = select.device_properties(torch.cuda.current_device())[1]
-    unique = {}
-    for config, N, K, rank in jobs:
-        used = select.with_adapter(config) if rank else config
-        if used["kernel"] != "dense":
-            layout = {k: v for k, v in used.items() if k not in ("grid", "lora", "cost")}
-            if used["kernel"] == "skinny":  # compiled for a matrix's K and for its number of programs
-                layout |= {"K": K, "resident": math.ceil(used["grid"] / sms)}
-            key = json.dumps([layout, rank])
-            unique.setdefault(key, (config, N, K, rank))
-    begin = time.time()
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        failed = {job: error for job, error in pool.imap_unordered(compile_one, unique.values()) if error}
-    print(f"# compiled {len(unique)} variants in {time.time() - begin:.0f} s, {len(failed)} failed", flush=True)
-    for job, error in failed.items():
-        print(f"#   {job}: {error}")
-    return failed
 
 
 class Matrix:
@@ -227,112 +111,8 @@ class Matrix:
         return final + [(us, config) for us, config, _ in found[FINALISTS:]]
 
 
-def report(N: int, K: int, M: int, timed: list[tuple[float, dict]]) -> None:
-    best = "  ".join(f"{t:.1f} {short(c)}" for t, c in timed[:6])
-    print(f"{N:6d} x {K:5d} M={M:5d} {timed[0][0]:8.2f} us  {best}", flush=True)
-
-
-def tune_shape(
-    N: int,
-    K: int,
-    splits: tuple[int, ...] | None,
-    buckets: list[int],
-    sms: int,
-    l2: int,
-    deadline: float,
-    kernels: tuple[str, ...],
-    large: int = 2048,
-) -> list[dict]:
-    """Entries for one matrix; bucket 0 (every larger M) is tuned at `large` tokens."""
-    matrix = Matrix(N, K, splits, l2)
-    entries = []
-    for bucket in buckets:
-        M = bucket or large
-        timed = matrix.time(candidates(N, K, bucket, sms, kernels), M, False, deadline)
-        if not timed:
-            continue
-        report(N, K, M, timed)
-        best = timed[0][1]
-        # the adapter wants registers and other programs: the best layouts again, with everything they may change
-        layouts = {}
-        for _, config in timed[:6]:
-            layouts.setdefault(json.dumps(config | {"grid": 0}), config)
-        tries = [lora for c in layouts.values() for lora in adapter_candidates(c, bucket, sms)]
-        tries = [{k: v for k, v in lora.items() if best.get(k) != v} for lora in tries]
-        fused = matrix.time([best | {"lora": lora} for lora in tries], M, True, deadline)
-        if fused:
-            report(N, K, M, fused)
-            best = fused[0][1]
-        entries.append({"N": N, "K": K, "bucket": bucket, "us": round(timed[0][0], 2), "config": best})
-    return entries
-
-
 def short(config: dict) -> str:
     named = (
         "natural" if k == "natural" else str(v) for k, v in config.items() if k != "kernel" and (k != "natural" or v)
     )
     return config["kernel"][0] + "_".join(named)
-
-
-def write(path: Path, device: str, sms: int, entries: list[dict]) -> None:
-    """Merge into the table; the file appears whole or not at all."""
-    old = json.loads(path.read_text())["entries"] if path.is_file() else []
-    merged = {(e["N"], e["K"], e["bucket"]): e for e in old} | {(e["N"], e["K"], e["bucket"]): e for e in entries}
-    import triton
-
-    lines = ",\n".join("  " + json.dumps(merged[key]) for key in sorted(merged))
-    head = {"device": device, "multiprocessors": sms, "torch": torch.__version__, "triton": triton.__version__}
-    text = json.dumps(head)[:-1] + ', "entries": [\n' + lines + "\n]}\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="", help="comma-separated NxK; default: Qwen2.5 3B, 7B, 14B, 32B")
-    parser.add_argument("--models", default="7B,32B,14B,3B")
-    parser.add_argument(
-        "--buckets", default="8,16,32,64,128,256,512,1024,0", help="numbers of tokens; 0: every larger one"
-    )
-    parser.add_argument("--kernels", default="skinny,wgmma,dense", help="families to try")
-    parser.add_argument("--seconds", type=float, default=600, help="stop cleanly after this long")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--output", default="", help="default: the package's own table for this device")
-    args = parser.parse_args(arguments)
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if properties.major != 9:
-        raise SystemExit(
-            f"the tuner knows Hopper's kernels only; {properties.name} uses the heuristic for the portable ones"
-        )
-    if args.shapes:
-        shapes = [tuple(int(v) for v in s.split("x")) for s in args.shapes.split(",")]
-    else:
-        shapes = [nk for model in args.models.split(",") for nk in layer_shapes(model).values()]
-    shapes = list(dict.fromkeys(shapes))
-    buckets = [int(b) for b in args.buckets.split(",")]
-    kernels = tuple(args.kernels.split(","))
-    deadline = time.time() + args.seconds
-    sms = properties.multi_processor_count
-    jobs = []
-    for N, K in shapes:
-        for bucket in buckets:
-            for config in candidates(N, K, bucket, sms, kernels):
-                jobs.append((config, N, K, 0))
-                jobs += [(config | {"lora": lora}, N, K, 32) for lora in adapter_candidates(config, bucket, sms)]
-    precompile(jobs, args.processes)
-    splits = {nk: s for model in MODELS for nk, s in layer_splits(model).items()}
-    path = Path(args.output) if args.output else select.table_path(properties.name)
-    for N, K in shapes:
-        if time.time() > deadline:
-            print(f"# time is up before {N}x{K}")
-            break
-        entries = tune_shape(N, K, splits.get((N, K)), buckets, sms, properties.L2_cache_size, deadline, kernels)
-        write(path, properties.name, sms, entries)
-        torch.cuda.empty_cache()
-    print(f"# wrote {path}")
-
-
-if __name__ == "__main__":
-    main()

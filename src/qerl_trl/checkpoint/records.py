@@ -258,6 +258,7 @@ class Evaluation(TypedDict, total=False):
     total: int
     protocol: dict[str, Any]  # `evaluation.Protocol`
     engine: str
+    compute: str
     seed: int
 
 

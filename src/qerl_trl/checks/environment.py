@@ -51,7 +51,7 @@ def check(args: Any) -> None:
     """Raise `RuntimeError` with the remedy if training cannot work; warn if it would only be slow."""
     found = untested(args.use_vllm) if args.process_index == 0 else []
     if not args.use_cpu:
-        found += gpu()
+        found += gpu(args.compute)
     if args.world_size > 1 or args.dataloader_num_workers > 0:
         found += shared_memory()
     tell(found)
@@ -79,8 +79,8 @@ def untested(use_vllm: bool = True) -> list[Problem]:
     return [Problem(f"Newer than this package was tested with: {', '.join(newer)}.", "If a run fails, downgrade.")]
 
 
-def gpu() -> list[Problem]:
-    """Check driver, compute capability and our kernels; PyTorch itself warns if it has no machine code for the GPU."""
+def gpu(compute: str = "w4a16") -> list[Problem]:
+    """Check driver, compute capability and our kernels. PyTorch itself warns if it has no machine code for the GPU."""
     if not torch.cuda.is_available():
         reason = _why_no_cuda()
         if "too old" in reason:
@@ -98,6 +98,9 @@ def gpu() -> list[Problem]:
         what = f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}."
         remedy = "pip install -U triton (a PyTorch for CUDA brings it); other base formats do not need it."
         return [Problem(what, remedy)]
+    if compute == "w4a8" and not linear.has_fp8(device):
+        what = f"{name} (compute capability {major}.{minor}) has no FP8 matrix units, so compute='w4a8' is slow."
+        return [Problem(what, "Leave compute out, or use a GPU of 8.9 or newer.")]
     return []
 
 

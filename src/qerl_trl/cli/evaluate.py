@@ -31,6 +31,9 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.6; of a task 0.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: 4096; of a task the run's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    compute: Annotated[
+        Literal["w4a16", "w4a8"], typer.Option(help="Products of NVFP4 layers; w4a8: in FP8.")
+    ] = "w4a16",
     batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
     as_json: AsJson = False,
 ) -> None:
@@ -50,13 +53,13 @@ def evaluate(
     said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
     output = _output_file(output, folder, name, limit)
-    asked = model, adapter, measured, chosen, seed
+    asked = model, adapter, measured, chosen, seed, compute
     generate, weights = _in_vllm(*asked) if engine == "vllm" else _in_transformers(*asked, batch_size)
     of_task = (measured.verdicts, measured.answer_format) if measured is not None else ()
     result = evaluation.evaluate(chosen, generate, limit, seed, problems, *of_task)
     if measured is not None:
         result["task"] = measured.label
-    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name)
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name, compute=compute)
     if folder.is_dir():  # a card shows results for exactly these weights
         base_sha256 = settings.get("base_sha256") if adapter else None
         result.update(weights_sha256=seal.weights_sha256(model), base_sha256=base_sha256)
@@ -69,8 +72,9 @@ def evaluate(
 def _lines(result: dict[str, Any], output: Path | None) -> list[str]:
     (low, high), protocol = result["interval95"], result["protocol"]
     samples = protocol["samples"]
+    weights = f"{result['weights']} weights" + ", activations in FP8" * (result["compute"] == "w4a8")
     lines = [
-        f"{result['name']}, {result['weights']} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, "
+        f"{result['name']}, {weights}: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, "
         f"{100 * high:.1f}] on {result['total']} problems, {samples} completion{'s' if samples > 1 else ''} each, "
         f"temperature {protocol['temperature']:g}, {result['seconds']:.0f} s"
     ]
@@ -134,12 +138,12 @@ def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol"
 
 
 def _in_transformers(
-    model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int, batch_size: int
+    model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int, compute: str, batch_size: int
 ) -> tuple[Any, str]:
     """Load the model; returns (generation function, format or dtype of the weights)."""
     import torch
 
-    from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4
+    from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4, set_compute
     from qerl_trl.publish.load import load_any, load_policy
     from qerl_trl.tasks.evaluation import transformers_engine
 
@@ -150,14 +154,24 @@ def _in_transformers(
         task.prepared(policy.tokenizer)
     packed = has_nvfp4(policy.transformers_model)
     weights = "nvfp4" if packed else str(compute_dtype(policy.model)).removeprefix("torch.")
+    _require_packed(weights, compute)
+    set_compute(policy.transformers_model, compute)
     return transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed), weights
 
 
-def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int) -> tuple[Any, str]:
+def _require_packed(weights: str, compute: str) -> None:
+    if compute != "w4a16" and weights != "nvfp4":
+        raise ValueError(f"--compute {compute} needs NVFP4 weights, and these are {weights}. Leave it out.")
+
+
+def _in_vllm(
+    model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int, compute: str
+) -> tuple[Any, str]:
     """As [`_in_transformers`], with vLLM, which loads the base as stored, at the run's revision."""
     from transformers import AutoTokenizer
 
     from qerl_trl.model import loading
+    from qerl_trl.nvfp4.checkpoints import METHOD
     from qerl_trl.publish.gguf import folder_of
     from qerl_trl.publish.load import check_served_base, recorded_settings, require_format, stored_as
     from qerl_trl.tasks import evaluation
@@ -173,6 +187,9 @@ def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Pro
     loading.finish()
     options: dict[str, Any] = {"revision": revision} if revision else {}
     weights = stored_as(base, revision)
+    _require_packed(weights, compute)
+    if compute != "w4a16":  # vLLM's own kernels for such checkpoints have no FP8 operands
+        options |= {"quantization": METHOD, "additional_config": {"qerl": {"compute": compute}}}
     if weights == "float32":  # vLLM would round float32 to 16 bits
         options["dtype"] = weights
     own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None

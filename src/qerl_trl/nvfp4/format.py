@@ -44,11 +44,18 @@ go below 2^-6, the smallest *normal* E4M3 number: the Marlin kernels flush subno
 
 Less squared error does not imply more accuracy, so rtn stays the reference until an evaluation shows otherwise.
 
-**Not implemented.** No activation quantization (weights only, W4A16), no Hadamard rotation, no calibration data, no
-stochastic rounding, no swizzled scale layout for Blackwell tensor cores, no gradient with respect to the weight: the
-base stays frozen.
+**Products in FP8** (`compute="w4a8"`) round both operands to E4M3, activations with one scale per token:
 
-Shape suffixes: N output rows, K input columns, B = K/16 blocks of a row, R rows of a chunk.
+    weight      w8[n, k] = e4m3(e2m1(code[n, k]) * block_scale / 8)       at most 6 * 448 / 8 = 336
+    activation  x8[m, k] = e4m3(x[m, k] * (448 / amax[m]))                amax[m] = max |x[m]|, at least 2^-100
+    product     y[m, n]  = (sum_k x8 w8) * (8 / global_scale[n]) * (amax[m] / 448)       the sum in float32
+
+The gradient of x is computed likewise from dy, as if the rounding of x were the identity.
+
+**Not implemented.** No 4-bit activations, no Hadamard rotation, no calibration data, no stochastic rounding, no
+swizzled scale layout for Blackwell tensor cores, no gradient with respect to the weight: the base stays frozen.
+
+Shape suffixes: M tokens, N output rows, K input columns, B = K/16 blocks of a row, R rows of a chunk.
 """
 
 from collections.abc import Iterable
@@ -58,6 +65,8 @@ import torch
 
 BLOCK_SIZE = 16
 SCALE_RULES = ("rtn", "four_over_six", "neighbor_sweep")
+#: operands of a product: decoded weights and 16-bit activations, or both in FP8
+COMPUTES = ("w4a16", "w4a8")
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
@@ -68,6 +77,10 @@ _MIN_BLOCK_CODE, _MAX_BLOCK_CODE = 0x08, 0x7E
 #: largest power-of-two global scale: keeps 0.5 * 2^-6 / g a normal number in bfloat16 (2^-107), for any weights
 _MAX_GLOBAL_EXPONENT = 100
 _SWEEP_RADIUS = 8
+#: factor between a block's scaled weights and their FP8 operands
+FP8_DIVISOR = 8.0
+#: largest magnitude assumed for a token without any
+_LEAST_AMAX = 2.0**-100
 
 #: weights per chunk: small enough for the second-level cache of a CPU, large enough to fill a GPU
 _CHUNK_WEIGHTS = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -200,7 +213,11 @@ def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: tor
 
 @torch.no_grad()
 def dequantize(
-    packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    transpose: bool = False,
 ) -> torch.Tensor:
     """Decode a quantized matrix to a dense one (N, K), bit for bit equal to the decompression of compressed-tensors.
 
@@ -210,18 +227,20 @@ def dequantize(
         packed: uint8 (N, K/2).
         block_scale: uint8 bit patterns or float8_e4m3fn, (N, K/16).
         global_scale: float32 (1,), or (N,) with one divisor per row (fused layers with separate scales).
+        transpose: return (K, N), contiguous.
     """
     rows, columns = packed.shape[0], packed.shape[1] * 2
     device = packed.device
     pair_values = _pair_values(device)
     global_scale = global_scale.detach().to(device, torch.float32).reshape(-1, 1).expand(rows, 1)
-    dense = torch.empty(rows, columns, dtype=dtype, device=device)
+    dense = torch.empty((columns, rows) if transpose else (rows, columns), dtype=dtype, device=device)
+    by_rows = dense.t() if transpose else dense
     for chunk in _row_chunks(rows, columns, device):
         unit_RB = decode_scale(block_scale[chunk]) / global_scale[chunk]
         # one gather of 8 bytes, the two float32 values of a packed byte, instead of two of 4
         value_RB16 = torch.index_select(pair_values, 0, packed[chunk].reshape(-1).to(torch.int32)).view(torch.float32)
         value_RB16 = value_RB16.view(*unit_RB.shape, BLOCK_SIZE)
-        dense[chunk] = value_RB16.mul_(unit_RB.unsqueeze(-1)).view(-1, columns)
+        by_rows[chunk] = value_RB16.mul_(unit_RB.unsqueeze(-1)).view(-1, columns)
     return dense
 
 
@@ -302,6 +321,28 @@ def _pair_values(device: torch.device) -> torch.Tensor:
         byte = torch.arange(256, device=device, dtype=torch.uint8)
         _PAIR_VALUES[device] = decode_e2m1(unpack(byte.unsqueeze(-1))).contiguous().view(torch.int64).view(256)
     return _PAIR_VALUES[device]
+
+
+# --- FP8 operands -----------------------------------------------------------------------------------------------------
+
+
+def quantize_fp8(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round activations (M, K) to float8_e4m3fn, one scale per row; returns (x8 (M, K), scale float32 (M,))."""
+    if torch.compiler.is_compiling() and x_MK.itemsize == 2:
+        # the compiler fuses x's producer in float32; its bits force the rounding to 16 bits, as the adapter sees it
+        x_MK = (x_MK.view(torch.int16) | 0).view(x_MK.dtype)
+    x_MK = x_MK.to(torch.float32)
+    amax_M1 = x_MK.abs().amax(-1, keepdim=True).clamp(min=_LEAST_AMAX)
+    top = torch.full_like(amax_M1, E4M3_MAX)  # a number's reciprocal would be rounded first
+    x8_MK = (x_MK * (top / amax_M1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return x8_MK, (amax_M1 / top).squeeze(-1)
+
+
+@torch.no_grad()
+def decode_fp8(packed: torch.Tensor, block_scale: torch.Tensor, transpose: bool = False) -> torch.Tensor:
+    """Decode a quantized matrix to its FP8 operand: float8_e4m3fn (N, K), or (K, N), contiguous. Multiplied by
+    8 / global_scale it is the weight, rounded to E4M3. Arguments as in [`dequantize`]."""
+    return dequantize(packed, block_scale, torch.full((1,), FP8_DIVISOR), torch.float8_e4m3fn, transpose)
 
 
 # --- FP8 layers of a mixed ModelOpt checkpoint ------------------------------------------------------------------------

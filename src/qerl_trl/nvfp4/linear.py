@@ -4,6 +4,9 @@
     backward    dx = dy W           W is decoded again from the packed bytes: no dense weight is ever kept for backward
                                     (no gradient for W: the base is frozen, LoRA learns)
 
+With `compute="w4a8"` both products round their operands to FP8 (format.py), for the tensor cores of sm_89 and newer; on
+other devices PyTorch multiplies the rounded values in float32.
+
 The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device, if available; everything else (CPU, fp32, no triton)
 uses the reference: dequantize, then `F.linear`. `describe` returns the choice and its reason.
 
@@ -16,7 +19,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -25,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .checkpoints import LAYOUTS
-from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
+from .format import BLOCK_SIZE, FP8_DIVISOR, NVFP4Tensor, decode_fp8, dequantize, quantize, quantize_fp8
 from .view import DecodedWeight, read
 
 #: parameters of a layer's weight, in the order of `NVFP4Tensor`, with their names on disk
@@ -114,6 +117,95 @@ def decoded_weights(model: nn.Module) -> Iterator[None]:
             layer.implementation = "auto"
 
 
+# --- products in FP8 --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """True if a device's tensor cores multiply E4M3 (sm_89 and newer)."""
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack matrices by rows: a view of the storage that a group shares (`fuse_storage`), else a copy."""
+    first, after = parts[0], parts[0].data_ptr()
+    for part in parts:
+        same = part.data_ptr() == after and part.is_contiguous() and part.stride() == first.stride()
+        if not same or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(parts))
+        after += part.nbytes
+    return first.as_strided((sum(part.shape[0] for part in parts), first.shape[1]), first.stride())
+
+
+# Opaque to the compiler, so the dense weight is scratch in the forward and the backward pass.
+@torch.library.custom_op("qerl_trl::fp8_product", mutates_args=())
+def _fp8_product(
+    x8: torch.Tensor,
+    scale: torch.Tensor,
+    packed: list[torch.Tensor],
+    block_scale: list[torch.Tensor],
+    factor: torch.Tensor,
+    dtype: torch.dtype,
+    implementation: str,
+    transpose: bool,
+) -> torch.Tensor:
+    """Compute (x8 w8^T) * factor * scale in `dtype`: x8 (M, K) and the decoded, stacked w8 (N, K) in E4M3, or w8^T with
+    `transpose`; scale float32 (M,), factor float32 (N,)."""
+    kernels = _pick(x8.device, torch.bfloat16, implementation)
+    w8 = (decode_fp8 if kernels is None else kernels.dequantize_fp8)(_stacked(packed), _stacked(block_scale), transpose)
+    if has_fp8(x8.device) and dtype != torch.float32 and not (w8.shape[0] % 16 or w8.shape[1] % 16):
+        scales = scale.unsqueeze(1), factor.unsqueeze(0)
+        return torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16).to(dtype)  # it has no other by rows
+    with torch.autocast(x8.device.type, enabled=False):  # its cast would round the sums
+        return F.linear(x8.float(), w8.float()).mul_(factor).mul_(scale.unsqueeze(1)).to(dtype)
+
+
+@_fp8_product.register_fake
+def _(x8, scale, packed, block_scale, factor, dtype, implementation, transpose):
+    return x8.new_empty(x8.shape[0], factor.shape[0], dtype=dtype)
+
+
+def _quantized(x: torch.Tensor, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`quantize_fp8`]; in eager code by one kernel instead of several passes over x, if there is one."""
+    kernels = None if torch.compiler.is_compiling() else _pick(x.device, x.dtype, implementation)
+    return quantize_fp8(x) if kernels is None else kernels.quantize_fp8(x)
+
+
+def fp8_forward(
+    x: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    block_scale: Sequence[torch.Tensor],
+    global_scale: Sequence[torch.Tensor],
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Compute x (M, K) times all packed matrices, (M, N) in x's dtype, with FP8 operands; x is rounded once."""
+    factor = torch.cat([(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)])
+    return _fp8_product(
+        *_quantized(x, implementation), list(packed), list(block_scale), factor, x.dtype, implementation, False
+    )
+
+
+def fp8_backward(
+    dy: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    block_scale: Sequence[torch.Tensor],
+    global_scale: Sequence[torch.Tensor],
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Compute dx (M, K) from the gradient of [`fp8_forward`], dy (M, N); dy times the rows' factors is rounded once."""
+    K, dtype = packed[0].shape[1] * 2, dy.dtype
+    if len(global_scale) == 1 and global_scale[0].numel() == 1:
+        factor = (FP8_DIVISOR / global_scale[0]).expand(K).contiguous()
+    else:
+        rows = [(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)]
+        dy, factor = dy.to(torch.float32) * torch.cat(rows), rows[0].new_ones(K)
+    return _fp8_product(
+        *_quantized(dy, implementation), list(packed), list(block_scale), factor, dtype, implementation, True
+    )
+
+
 # --- the operation ----------------------------------------------------------------------------------------------------
 
 
@@ -175,13 +267,38 @@ def _traced_backward(
     return qerl_nvfp4.linear_backward(dy, packed, block_scale, global_scale)
 
 
+def _forward_w4a8(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    implementation: str,
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and runs_a_kernel(x.device, x.dtype, x.numel() // x.shape[-1], implementation):
+        kernels = cast(ModuleType, kernels_for(x.device))
+        return kernels.linear(x, packed, block_scale, global_scale, bias, compute="w4a8")
+    y = fp8_forward(x.reshape(-1, x.shape[-1]), [packed], [block_scale], [global_scale], implementation)
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return y if bias is None else y + bias
+
+
+def _backward_w4a8(
+    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, implementation: str
+) -> torch.Tensor:
+    dx = fp8_backward(dy.reshape(-1, dy.shape[-1]), [packed], [block_scale], [global_scale], implementation)
+    return dx.view(*dy.shape[:-1], dx.shape[-1])
+
+
 class _NVFP4Matmul(torch.autograd.Function):
     """The product, saving only the packed weight for backward. `global_scale`: float32 (1,) or (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, x, packed, block_scale, global_scale, bias, implementation):
+    def forward(ctx: Any, x, packed, block_scale, global_scale, bias, implementation, compute):
         ctx.save_for_backward(packed, block_scale, global_scale)
-        ctx.implementation = implementation
+        ctx.implementation, ctx.compute = implementation, compute
+        if compute == "w4a8":
+            return _forward_w4a8(x, packed, block_scale, global_scale, bias, implementation)
         forward = _traced_forward if torch.compiler.is_compiling() else _forward
         return forward(x, packed, block_scale, global_scale, bias, implementation)
 
@@ -190,11 +307,12 @@ class _NVFP4Matmul(torch.autograd.Function):
         dx = dbias = None
         if ctx.needs_input_grad[0]:
             backward = _traced_backward if torch.compiler.is_compiling() else _backward
+            backward = _backward_w4a8 if ctx.compute == "w4a8" else backward
             packed, block_scale, global_scale = ctx.saved_tensors
             dx = backward(dy, packed, block_scale, global_scale, ctx.implementation)
         if ctx.needs_input_grad[4]:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return dx, None, None, None, dbias, None
+        return dx, None, None, None, dbias, None, None
 
 
 def linear(
@@ -204,18 +322,19 @@ def linear(
     global_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     implementation: str = "auto",
+    compute: str = "w4a16",
 ) -> torch.Tensor:
     """Compute y = x W^T + bias for a packed W, differentiable in `x` and `bias`.
 
     x (..., K) float; packed uint8 (N, K/2); block_scale uint8 or float8_e4m3fn (N, K/16); global_scale float32 (1,) or
     (N,), divides; bias (N,) in x's dtype. Returns (..., N) in x's dtype. `implementation`: "auto"; "kernel", which
     raises if there is none (except under torch.compile, where the device is unknown); "decode", the decoding kernel,
-    then cuBLAS; or "reference".
+    then cuBLAS; or "reference". `compute`: "w4a16", or "w4a8" for operands in FP8.
     """
     if torch.compiler.is_compiling():
-        return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation)
+        return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation, compute)
     # as a matrix: the result must not be a view, or autograd refuses to add to it in place
-    y = _NVFP4Matmul.apply(x.reshape(-1, x.shape[-1]), packed, block_scale, global_scale, bias, implementation)
+    y = _NVFP4Matmul.apply(x.reshape(-1, x.shape[-1]), packed, block_scale, global_scale, bias, implementation, compute)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -253,6 +372,7 @@ class NVFP4Linear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.compute_dtype = compute_dtype  # read by PEFT as the layer's dtype
         self.implementation = "auto"
+        self.compute = "w4a16"  # or "w4a8"
         self.fused_rows: int | None = None  # rows of the shared storage; None: not shared
         self.weight_packed = _frozen(torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=device))
         self.weight_scale = _frozen(
@@ -335,7 +455,7 @@ class NVFP4Linear(nn.Linear):
         dense = self.to_dense()
         for name in PACKED:
             del self._parameters[name]
-        for name in ("compute_dtype", "implementation", "fused_rows"):
+        for name in ("compute_dtype", "implementation", "compute", "fused_rows"):
             vars(self).pop(name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", cast(nn.Parameter, dense.weight))
@@ -349,7 +469,7 @@ class NVFP4Linear(nn.Linear):
         else:
             dtype = self.compute_dtype if x.dtype == torch.float32 else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        y = linear(x.to(dtype), *self.nvfp4, bias, implementation or self.implementation)
+        y = linear(x.to(dtype), *self.nvfp4, bias, implementation or self.implementation, self.compute)
         return y.to(output_dtype)
 
     def extra_repr(self) -> str:
@@ -385,6 +505,18 @@ class NVFP4Linear(nn.Linear):
 def has_nvfp4(model: nn.Module) -> bool:
     """True if any layer of the model is packed."""
     return any(isinstance(module, NVFP4Linear) for module in model.modules())
+
+
+def set_compute(model: nn.Module, compute: str) -> None:
+    """Let the packed layers of a model compute in "w4a16" or "w4a8"."""
+    for module in model.modules():
+        if isinstance(module, NVFP4Linear):
+            module.compute = compute
+
+
+def compute_of(model: nn.Module) -> str:
+    """Return the arithmetic of a model's packed layers, "w4a16" without any."""
+    return next((module.compute for module in model.modules() if isinstance(module, NVFP4Linear)), "w4a16")
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map_only
 from trl.data_utils import maybe_apply_chat_template
 
 from ..noise.hooks import NoiseDraw
-from ..nvfp4.linear import NVFP4Linear, compute_dtype, decode_into, decoded_weights
+from ..nvfp4.linear import NVFP4Linear, compute_dtype, decode_into, decoded_weights, linear
 from ..support.names import local_tensor, reshard, set_whole
 from ..support.phases import evaluation_mode
 from .engine import Completion, Contents, Engine, RolloutError, Sampling
@@ -441,9 +441,12 @@ class _Cast(TorchFunctionMode):
 
 
 def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.float()
+    if layer.compute == "w4a8":
+        return linear(args[0].float(), *layer.nvfp4, bias, "reference", layer.compute)
     weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=output.device)
     decode_into(weight, *layer.nvfp4)
-    return F.linear(args[0].float(), weight.float(), None if layer.bias is None else layer.bias.float())
+    return F.linear(args[0].float(), weight.float(), bias)
 
 
 @contextlib.contextmanager

@@ -295,6 +295,8 @@ def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str,
         found.append(f"its longest sequence is {first['max_model_len']} tokens, the trainer's {spec.max_model_len}")
     if spec.batch_invariant and not first["batch_invariant"]:
         found.append("it was started without batch-invariant kernels, and vllm_batch_invariant=True asks for them")
+    if (compute := first["options"].get("compute", "w4a16")) != spec.compute:
+        found.append(f"its NVFP4 products are {compute}, the trainer's {spec.compute} (compute)")
     groups: dict[str, list[str]] = defaultdict(list)
     causes = {"norm": "another checkpoint, or an earlier run trained them on this server"}
     if spec.scale_rule not in (None, rule := first["options"].get("scale_rule", "rtn")):

@@ -24,7 +24,7 @@ from ..model.lora import adapted_layers, changes_base
 from ..nvfp4.architectures import architecture_of, delta_net_layers, in_tower
 from ..nvfp4.checkpoints import METHOD, pattern_of
 from ..nvfp4.config import NVFP4Config
-from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
+from ..nvfp4.linear import NVFP4Linear, compute_dtype, compute_of, has_nvfp4
 from ..support.names import canonical_name
 from .engine import BATCH_INVARIANT, WORKER_EXTENSION
 
@@ -59,6 +59,7 @@ class EngineSpec:
         delta_net: the model has layers with a recurrent state (Qwen3.5). They run vLLM's Triton kernels (FlashInfer
             compiles for minutes); in process without a prefix cache: its second state per sequence is not planned.
         holds: digest of the weight format of each layer of the trainer's model, for an engine in its process.
+        compute: "w4a16", or "w4a8" for products in FP8, as the trainer's NVFP4 layers.
     """
 
     model: str
@@ -76,6 +77,7 @@ class EngineSpec:
     text_only: bool = False
     delta_net: bool = False
     holds: str | None = None
+    compute: str = "w4a16"
 
     @classmethod
     def of(
@@ -111,6 +113,7 @@ class EngineSpec:
             text_only=text is not base.config and not pictures,
             delta_net=bool(delta_net_layers(base.config)),
             holds=_held_as(base),
+            compute=compute_of(base),
             **limits,
         )
 
@@ -122,6 +125,7 @@ class EngineSpec:
             "scale_rule": self.scale_rule,
             "ignore": None if self.ignore is None else list(self.ignore),
             "batch_invariant": self.batch_invariant or None,
+            "compute": None if self.compute == "w4a16" else self.compute,
         }
         return {"qerl": {name: value for name, value in options.items() if value is not None}}
 

@@ -30,7 +30,10 @@ def base_description(model: nn.Module, base_format: str) -> str:
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
     if packed:
         dtype = str(packed[0].compute_dtype).removeprefix("torch.")
-        return f"NVFP4 in {len(packed)} linear layers, {dtype} elsewhere; {describe(packed[0].weight_packed.device)}"
+        fp8 = " (products in FP8: w4a8)" if packed[0].compute == "w4a8" else ""
+        return (
+            f"NVFP4 in {len(packed)} linear layers{fp8}, {dtype} elsewhere; {describe(packed[0].weight_packed.device)}"
+        )
     named = {"bf16": "bf16, frozen", "nf4": "bitsandbytes NF4, frozen", "full": "all weights trained"}
     return named.get(base_format, base_format)
 
@@ -58,7 +61,7 @@ def banner(trainer) -> str:
         "memory": plan.summary(),
         "unlike TRL": "; ".join(unlike_trl(args)) or "nothing but the checks",
     }
-    elsewhere = args.use_vllm and args.vllm_mode == "server"
+    elsewhere = (args.use_vllm and args.vllm_mode == "server") or args.compute != "w4a16"
     if kernels := [] if elsewhere else selected_for_model(model, plan.work.lora_rank, args.vllm_batch_invariant):
         rows["kernels"] = "\n".join(kernels)
     width = max(map(len, rows))

@@ -27,7 +27,7 @@ from ..model.lora import (
     register_nvfp4_lora,
 )
 from ..nvfp4.config import NVFP4Config, pretrained_kwargs, stored_quantization
-from ..nvfp4.linear import has_nvfp4
+from ..nvfp4.linear import has_nvfp4, set_compute
 from ..publish.gguf import folder_of
 from ..rollout.sampling import settle_ends
 from ..rollout.supported import check_environment, check_given
@@ -75,6 +75,7 @@ def own_vllm_generation(trainer: Any) -> Iterator[None]:
         from ..rollout.generation import QeRLVLLMGeneration
 
         settle_ends(trainer)
+        set_compute(trainer.model, trainer.args.compute)
         kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # for this run, not the model's largest
         return QeRLVLLMGeneration(*args, trainer=trainer, **kwargs)
 

@@ -368,7 +368,7 @@ class Measurement:
         names = ["max_completion_length", TOKENIZER]
         names += [] if self.graded else ["temperature", "rollouts", "rollouts_sha256"]
         found: dict[str, Any] = {name: settings.get(name) for name in names}
-        found["chat_template_kwargs"] = options.get("chat_template_kwargs")
+        found |= {name: options.get(name) for name in ("chat_template_kwargs", "compute")}
         if self.graded:
             return found | self.task.graded_by()
         first, *_ = settings["rewards"]

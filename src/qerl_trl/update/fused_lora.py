@@ -16,6 +16,9 @@ PEFT's forward casts x to float32 and back, and has three products, a scaling an
   values of a 7B model. A cached copy would be stale after an optimizer with raw pointers (bitsandbytes), FSDP2's
   gathering, or `.data.copy_`: none of them changes a tensor's version.
 
+With compute="w4a8" the base's products have FP8 operands (nvfp4/format.py): x is rounded once per group, and so are
+all dy_i together, with one scale per token. The adapter's terms are added to the product in x's dtype.
+
 Legend: M tokens, K inputs, N outputs (of all layers of a group together), R the ranks of a group together.
 """
 
@@ -26,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..nvfp4.linear import decode_into
+from ..nvfp4.linear import decode_into, fp8_backward, fp8_forward
 
 #: the `implementation` of a group with unpacked weights
 DENSE = "dense"
@@ -40,6 +43,7 @@ class Weights(NamedTuple):
     block_scale: tuple[torch.Tensor, ...]
     global_scale: tuple[torch.Tensor, ...]
     implementation: str
+    compute: str = "w4a16"
 
 
 def decoded(
@@ -197,20 +201,37 @@ def _traced_backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
     return dx
 
 
+def _packed(weights: Weights) -> tuple[Any, ...]:
+    """Return the arguments of the FP8 products, with float32 global scales."""
+    scales = [scale.view(torch.float32) for scale in weights.global_scale]
+    return weights.packed, weights.block_scale, scales, weights.implementation
+
+
+def _fp8_forward(x, a, b, bias, weights: Weights) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    t, ys = x @ a.t(), fp8_forward(x, *_packed(weights)).split([p.shape[0] for p in b], 1)
+    based = [y if p is None else y + p.to(y.dtype) for y, p in zip(ys, bias, strict=True)]
+    return [torch.addmm(y, t[:, part], p.t()) for y, p, part in zip(based, b, _ranks(b), strict=True)], x, t
+
+
+def _fp8_backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
+    return torch.addmm(fp8_backward(_joined(dys, 1), *_packed(weights)), u, a)
+
+
 class LoraGroup(torch.autograd.Function):
-    """x (M, K) -> (M, N_i) per layer, in x's dtype. Takes scalings and implementation, then S of each: A (r_i, K), B
-    (N_i, r_i), biases (N_i,) or None, and the weights: dense, or packed, block scales and global scales.
+    """x (M, K) -> (M, N_i) per layer, in x's dtype. Takes scalings, implementation and compute, then S of each: A
+    (r_i, K), B (N_i, r_i), biases (N_i,) or None, and the weights: dense, or packed, block scales and global scales.
     Differentiable: x, A and B."""
 
     @staticmethod
-    def forward(ctx: Any, x, scalings, implementation, *tensors):
+    def forward(ctx: Any, x, scalings, implementation, compute, *tensors):
         S = len(scalings)
         a, b, bias = tensors[:S], tensors[S : 2 * S], tensors[2 * S : 3 * S]
-        weights = _weights(implementation, tensors[3 * S :])
+        weights = _weights(implementation, compute, tensors[3 * S :])
         forward = _traced_forward if torch.compiler.is_compiling() else _forward
+        forward = _fp8_forward if compute == "w4a8" else forward
         a16, b16 = _cast(a, b, scalings, x.dtype)
         ys, x, t = forward(x, a16, b16, bias, weights)
-        ctx.scalings, ctx.implementation = scalings, implementation
+        ctx.scalings, ctx.implementation, ctx.compute = scalings, implementation, compute
         # if both share a tensor, t is a part of x
         ctx.save_for_backward(x, t if x.shape[1] == a[0].shape[1] else None, *a, *b, *tensors[3 * S :])
         return tuple(ys)
@@ -218,7 +239,7 @@ class LoraGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys):
         S, (x, t, *tensors) = len(ctx.scalings), ctx.saved_tensors
-        a, b, weights = tensors[:S], tensors[S : 2 * S], _weights(ctx.implementation, tensors[2 * S :])
+        a, b, weights = tensors[:S], tensors[S : 2 * S], _weights(ctx.implementation, ctx.compute, tensors[2 * S :])
         K, columns = a[0].shape[1], _ranks(b)
         if t is None:
             x, t = x[:, :K], x[:, K:]
@@ -226,18 +247,20 @@ class LoraGroup(torch.autograd.Function):
         u = _joined([dy @ p for dy, p in zip(dys, b16, strict=True)], 1)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (_traced_backward_x if torch.compiler.is_compiling() else _backward_x)(dys, u, a16, weights)
+            backward = _traced_backward_x if torch.compiler.is_compiling() else _backward_x
+            dx = (_fp8_backward_x if ctx.compute == "w4a8" else backward)(dys, u, a16, weights)
         da = db = [None] * S
-        if any(ctx.needs_input_grad[3 : 3 + 2 * S]):
+        if any(ctx.needs_input_grad[4 : 4 + 2 * S]):
             stacked = u.t() @ x
             da = [stacked[part].to(p.dtype) for part, p in zip(columns, a, strict=True)]
             each = zip(dys, columns, b, ctx.scalings, strict=True)
             db = [(dy.t() @ t[:, part]).to(p.dtype) * s for dy, part, p, s in each]
-        return dx, None, None, *da, *db, *[None] * (S + len(tensors) - 2 * S)
+        return dx, None, None, None, *da, *db, *[None] * (S + len(tensors) - 2 * S)
 
 
-def _weights(implementation: str, tensors: Sequence[torch.Tensor]) -> Weights:
+def _weights(implementation: str, compute: str, tensors: Sequence[torch.Tensor]) -> Weights:
     if implementation == DENSE:
         return Weights(tuple(tensors), (), (), (), implementation)
     S = len(tensors) // 3
-    return Weights((), tuple(tensors[:S]), tuple(tensors[S : 2 * S]), tuple(tensors[2 * S :]), implementation)
+    packed = tuple(tensors[:S]), tuple(tensors[S : 2 * S]), tuple(tensors[2 * S :])
+    return Weights((), *packed, implementation, compute)

@@ -72,6 +72,7 @@ class _Call(NamedTuple):
     scaling: float
     dtype: torch.dtype
     implementation: str
+    compute: str
     gradients: bool
     versions: tuple[int, ...]
 
@@ -100,7 +101,8 @@ def _call(layer: Any, x: torch.Tensor) -> _Call | None:
         return None
     else:
         versions = tuple(-1 if p.is_inference() else p._version for p in (x, a, b))
-    return _Call(name, layer.scaling[name], dtype, implementation, torch.is_grad_enabled(), versions)
+    compute = base.compute if packed else "w4a16"
+    return _Call(name, layer.scaling[name], dtype, implementation, compute, torch.is_grad_enabled(), versions)
 
 
 def _compute(layers: Sequence[Any], calls: Sequence[_Call], x: torch.Tensor) -> list[torch.Tensor]:
@@ -114,7 +116,7 @@ def _compute(layers: Sequence[Any], calls: Sequence[_Call], x: torch.Tensor) -> 
         weights = [as_bytes(getattr(base, name)) for name in PACKED for base in bases]
     flat, scalings = x.reshape(-1, x.shape[-1]).to(calls[0].dtype), tuple(call.scaling for call in calls)
     biases = [base.bias for base in bases]
-    ys = LoraGroup.apply(flat, scalings, calls[0].implementation, *a, *b, *biases, *weights)
+    ys = LoraGroup.apply(flat, scalings, calls[0].implementation, calls[0].compute, *a, *b, *biases, *weights)
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
@@ -152,7 +154,7 @@ class FusedGroup:
         for i, member in enumerate(self.members):
             if i != index:
                 other = _call(member, x)
-                if other is not None and (other.dtype, other.implementation) == (own.dtype, own.implementation):
+                if other is not None and other[2:5] == own[2:5]:  # dtype, implementation and compute
                     calls[i] = other
         order = sorted(calls)
         ys = dict(zip(order, _compute([self.members[i] for i in order], [calls[i] for i in order], x), strict=True))

@@ -8,6 +8,7 @@ import torch
 
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.nvfp4.linear import set_compute
 from qerl_trl.rollout.engine import RolloutError
 from qerl_trl.rollout.server import ServerEngine
 from qerl_trl.rollout.spec import EngineSpec
@@ -123,9 +124,11 @@ def check_strangers(url: str) -> None:
 
 def test_a_server_with_other_weights_is_refused(server, path, mode, tmp_path):
     other = adapter_on(packed(path, "four_over_six"))
+    set_compute(other, "w4a8")
     with pytest.raises(RuntimeError, match="scale_rule='rtn' there, 'four_over_six' in the trainer") as refused:
         ServerEngine(server.url, EngineSpec.of(other), other, timeout=10)
-    for word in ("QERL_SERVER_SECRET in the server's environment", "vllm serve", '"scale_rule": "four_over_six"'):
+    words = ["QERL_SERVER_SECRET in the server's environment", "vllm serve", '"scale_rule": "four_over_six"']
+    for word in (*words, "its NVFP4 products are w4a16, the trainer's w4a8", '"compute": "w4a8"'):
         assert word in str(refused.value)
     said = r'NVFP4 there and dense in the trainer: model\.layers\.0(.|\n)*"base": "dense"'
     with pytest.raises(RuntimeError, match=said):

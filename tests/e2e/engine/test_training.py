@@ -9,10 +9,12 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 
 from qerl_trl import QeRLRLOOTrainer, last_checkpoint
+from qerl_trl.nvfp4.linear import set_compute
 from qerl_trl.rollout.engine import RolloutError
 from qerl_trl.tasks.data import with_prompts
 from qerl_trl.tasks.evaluation import HeldOutAccuracy, Measurement, solve
 from qerl_trl.tasks.task import Task
+from tests.e2e.engine import engines
 from tests.e2e.engine.engines import EXACT, MEMORY, gap, greedy, logs_of, randomize, trainer_of, write_model
 from tests.faults.tiny_runs import logged
 
@@ -85,6 +87,24 @@ def test_every_arm_trains_and_rolls_out_with_its_own_base(arm, path, tmp_path):
             parameter.mul_(1.1)
     with pytest.raises(RolloutError, match=r"model\.layers\.0\.self_attn\.q_proj"):
         g.sync_weights()
+
+
+def test_w4a8_is_one_function_in_rollout_and_update(path, tmp_path):
+    """A last bit can move a rounding to FP8, and then one token's log-probability by much: medians are compared."""
+    trainer = trainer_of(tmp_path, path, compute="w4a8")
+    g, policy = trainer.vllm_generation, trainer.accelerator.unwrap_model(trainer.model)
+    assert g.spec.compute == "w4a8" and g.probe_result.fault is None
+    trainer.train()
+    clean = logs_of(trainer)[0]
+    assert clean["sampling/sampling_logp_difference/mean"] < 0.02 and clean["grad_norm"] > 0
+    policy.eval()
+    g.sync_weights()
+    g.sync_noise()
+    (tokens, logps), apart = greedy(g.llm), []
+    for compute in ("w4a8", "w4a16"):
+        set_compute(policy, compute)
+        apart.append((engines.transformers_logps(policy, tokens) - logps).abs().median().item())
+    assert apart[0] < EXACT and apart[1] > 0.05
 
 
 def test_rloo_continues_from_the_checkpoint_of_a_dying_engine(path, tmp_path):

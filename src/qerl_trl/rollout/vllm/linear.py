@@ -89,6 +89,7 @@ class AdaptedMethod(LinearMethodBase):
         scale_rule: block-scale rule, for quantization at load.
         deferred: allocate nothing, since the loader installs the trainer's tensors.
         rows: output features of each of `names` on one rank, if the trainer's layers are known.
+        compute: arithmetic of packed layers, "w4a16" or "w4a8".
     """
 
     supports_pre_processed_weights = False
@@ -102,9 +103,10 @@ class AdaptedMethod(LinearMethodBase):
         scale_rule: str = "rtn",
         deferred: bool = False,
         rows: list[int] | None = None,
+        compute: str = "w4a16",
     ) -> None:
         self.names, self.rank, self.scale_rule, self.deferred, self.rows = names, rank, scale_rule, deferred, rows
-        self.batch_invariant = batch_invariant()
+        self.batch_invariant, self.compute = batch_invariant(), compute
 
     def create_weights(
         self,
@@ -199,12 +201,13 @@ class _PackedMethod(AdaptedMethod):
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         super()._common(layer, k, widths, dtype)
         layer.qerl_ready = False
-        expect_layer(layer, dtype, self.batch_invariant)
+        if self.compute == "w4a16":  # kernels of w4a8 compile at their first launch
+            expect_layer(layer, dtype, self.batch_invariant)
 
     def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = layer.weight_packed, layer.weight_scale, layer.weight_global_scale
         adapter = layer.adapter_a, layer.adapter_b, layer.qerl_splits
-        return qerl_nvfp4.linear(x, *weight, bias, *adapter, self.batch_invariant)
+        return qerl_nvfp4.linear(x, *weight, bias, *adapter, self.batch_invariant, self.compute)
 
     @staticmethod
     def set_weights(layer: Layer, packed: Tensor, scale: Tensor, global_scale: Tensor) -> None:

@@ -12,6 +12,7 @@ Options are in vLLM's own `additional_config` (`--additional-config` of `vllm se
               "scale_rule": "rtn",                                    for quantization at load
               "ignore": ["re:.*mlp.gate$"],                           dense layers, as modules_to_not_convert
               "base": "nvfp4" | "dense",                              "dense": keep a bf16 checkpoint unchanged
+              "compute": "w4a16" | "w4a8",                            "w4a8": NVFP4 products with FP8 operands
               "batch_invariant": true}}                               cache key only; set VLLM_BATCH_INVARIANT=1
 """
 
@@ -65,6 +66,7 @@ class EngineOptions:
     scale_rule: str = "rtn"
     base: str = "nvfp4"
     ignore: tuple[str, ...] = ()
+    compute: str = "w4a16"
     batch_invariant: bool = False  # like `holds` only a key of vLLM's cache of compiled graphs
     holds: str = ""
 
@@ -202,4 +204,5 @@ class QeRLQuantizationConfig(QuantizationConfig):
             )
         rows = None if shared is None else [getattr(shared.module(name), "out_features", 0) for name in names]
         deferred = shared is not None and shared.alias
-        return method(names, rank, scale_rule=options.scale_rule, deferred=deferred, rows=rows)
+        how: dict[str, Any] = {"scale_rule": options.scale_rule, "compute": options.compute}
+        return method(names, rank, deferred=deferred, rows=rows, **how)
