@@ -239,23 +239,18 @@ def compile_all(architectures: list[int], quick: bool) -> list[dict]:
 
 
 def stacks(result: dict) -> str:
-    """Markdown: the kernels with stack."""
+    """Markdown: the most stack of each kernel that uses any."""
     versions = sorted(result["tritons"])
     found: dict[tuple, dict[str, int]] = collections.defaultdict(dict)
     for version in versions:
         for row in result["tritons"][version]:
             if row.get("stack"):
-                config, about = row["config"], []
-                about += [f"{config['BM']} tokens" + (f" by {64 * config['P']} rows" if "P" in config else "")]
-                about += ["x in its natural order"] if config.get("natural") else []
-                about += ["batch-invariant"] if "slices" in config else []
-                about += [f"rank {row['rank']}" if row["rank"] else "no adapter", row["dtype"]]
-                kind = row["kernel"].removesuffix("_kernel").replace("gemm", "portable"), row["sm"], ", ".join(about)
+                kind = row["kernel"].removesuffix("_kernel").replace("gemm", "portable"), row["sm"]
                 found[kind][version] = max(row["stack"], found[kind].get(version, 0))
     short = [".".join(version.split(".")[:2]) for version in versions]
-    lines = [f"| kernel | sm | of | {' | '.join(short)} |", "|---|---|---|" + "---:|" * len(short)]
-    for (kernel, sm, of), by in sorted(found.items()):
-        lines.append(f"| `{kernel}` | {sm} | {of} | {' | '.join(str(by.get(v, 0)) for v in versions)} |")
+    lines = [f"| kernel | sm | {' | '.join(short)} |", "|---|---|" + "---:|" * len(short)]
+    for (kernel, sm), by in sorted(found.items()):
+        lines.append(f"| `{kernel}` | {sm} | {' | '.join(str(by.get(v, 0)) for v in versions)} |")
     return "\n".join(lines) + "\n"
 
 

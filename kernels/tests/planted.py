@@ -105,11 +105,13 @@ def findings(defect: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict]) -> str:
+    """Defects by file; each one's test is in the JSON."""
     lines = [f"Of {len(rows)} planted defects {sum(r['by'] is not None for r in rows)} are found.", ""]
-    lines += ["| defect | in | found by |", "|---|---|---|"]
-    for row in rows:
-        by = f"`{row['by'].removeprefix('test_kernels_')}`" if row["by"] else "**nothing**"
-        lines.append(f"| {row['defect']} | `{row['file']}` | {by} |")
+    lines += ["| file | planted | found |", "|---|---:|---:|"]
+    for file in sorted({row["file"] for row in rows}):
+        found = [row["by"] is not None for row in rows if row["file"] == file]
+        lines.append(f"| `{file}` | {len(found)} | {sum(found)} |")
+    lines += [f"| not found: {row['defect']} | | |" for row in rows if not row["by"]]
     return "\n".join(lines) + "\n"
 
 

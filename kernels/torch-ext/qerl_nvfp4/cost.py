@@ -1,10 +1,10 @@
-"""What a matrix product costs: candidates for a matrix (N, K) and M tokens, and microseconds predicted for each.
+"""Cost of a matrix product: candidates for a matrix (N, K) and M tokens, and microseconds predicted for each.
 
-The prediction is a sum of a few terms that a launch pays for (`terms`), with one set of factors per compiled variant of a kernel.  The
-factors are fitted to measurements (kernels/benchmarks/fit.py, from the JSON of every_size.py) and stand in configs/cost_model.json, with
-the number of tokens up to which each variant was measured: beyond it, it has no price.  Where that measurement itself found something
-faster than what would be chosen, the file names it (`fastest_timed`), for GPUs with as many multiprocessors as it was made on.
-All of it is for Hopper GPUs and products with an adapter, which is what a rollout runs.
+The prediction is a sum of a few terms of a launch (`terms`), with one set of factors per compiled variant of a kernel.  The factors are
+fitted to measurements (kernels/benchmarks/fit.py, from the JSON of every_size.py) and kept in configs/cost_model.json, with the number
+of tokens up to which each variant was measured; beyond it a variant has no price.  The file also names measured configurations that
+were faster than the choice (`fastest_timed`), for GPUs with as many multiprocessors as the measured one.
+The model is for Hopper GPUs and products with an adapter, as in a rollout.  W4A8 variants have factors of their own.
 """
 
 import functools

@@ -1,9 +1,8 @@
-"""The adapter's part in hopper_wgmma.py: x A^T, and its product with B in the last step of a tile.
+"""The adapter in hopper_wgmma.py: x A^T, and its product with B in the last step of a tile.
 
-x A^T is needed by everyone at the end of their first tile.  Two warps of every program, which have nothing else to do, compute it in
-small tasks, which whoever is first takes from a counter: under the load of the weights every access takes some microseconds, which no
-other warp could spare.  A program waits for tasks only after none is left to be taken, and those that have been taken wait for
-nothing: nobody waits forever, however few programs are resident.  Many tokens' x A^T comes from cuBLAS, before.
+Every program needs x A^T at the end of its first tile.  Two otherwise idle warps of each program compute it in small tasks, taken from a
+counter: an access takes microseconds while weights are loaded, which no other warp can spare.  There is no deadlock, however few
+programs are resident: tasks wait for nothing, and these warps take tasks until none is left.  For many tokens cuBLAS computes x A^T before.
 """
 
 from triton.experimental import gluon

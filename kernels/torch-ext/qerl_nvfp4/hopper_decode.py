@@ -1,10 +1,10 @@
-"""From a stage of words and scales to the register operand of `wgmma`: 64 rows by 32 columns for four warps, in one of three ways.
+"""Decodes words and scales of a stage into the register operand of `wgmma`: 64 rows by 32 columns for four warps, in one of three ways.
 
-    bfloat16, decode order   a lane's operand columns are one word of 8 codes: x must be in the order in which words are decoded
-    bfloat16, natural order  a lane takes one byte, two neighbouring codes, of each of four words: half as many instructions more
-    e4m3 (W4A8)              code times scale / 8, rounded to e4m3, looked up in a table of 8 bytes per block by byte permutes
+    bfloat16, decode order   a lane's operand columns are one word of 8 codes; x must be in the same order
+    bfloat16, natural order  a lane takes one byte, two neighbouring codes, of each of four words: 1.5 instructions more per weight
+    e4m3 (W4A8)              byte permutes look up code * scale / 8, rounded to e4m3, in a table of 8 bytes per block
 
-A decoded bfloat16 weight carries a factor 2^-8, an e4m3 one 2^-3, put right in a tile's last step.
+Decoded bfloat16 weights carry a factor 2^-8, e4m3 ones 2^-3, which the last step of a tile removes.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
-"""What the warps of the Hopper kernel (hopper_wgmma.py) agree on: the constants of a tile, its parts, and which tiles are whose.
+"""Tiles of the Hopper kernel (hopper_wgmma.py): constants, parts, layouts, registers, and how programs share the tiles.
 
-Triton's tensors have powers of two as shapes, a `wgmma` takes any multiple of 8 tokens: so a tile of BM tokens is a sum of powers of two,
-160 = 128 + 32, each part with an accumulator, a buffer of x and a `wgmma` of its own, all from the same registers of decoded weights.
+Shapes of Triton's tensors are powers of two, so a tile of BM tokens is a sum of them: 160 = 128 + 32.  Each part has an accumulator, a
+buffer of x and a `wgmma`; all parts use the same registers of decoded weights.
 """
 
 from typing import NamedTuple

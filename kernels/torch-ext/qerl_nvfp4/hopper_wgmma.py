@@ -1,4 +1,4 @@
-"""The Hopper kernel for more tokens than 16, in Gluon: warps with roles.
+"""The Hopper kernel in Gluon, for more than 16 tokens (W4A8: any number): warps with roles.
 
 A program computes tiles of 64 P rows (weights) by BM columns (tokens).  P groups of four warps own 64 rows each: they decode words from
 shared memory into the *register* operand of `wgmma` (hopper_decode.py); while one group decodes, the matrix units work for the others.
@@ -14,14 +14,14 @@ One warp keeps the rings full: the bulk copy engine brings words, scales and x, 
 Two forms of the ring.  X = 0: x comes with the words, 256 columns at a time, in full[st]; a ring of two stages is then filled and emptied by
 halves (B = 2).  X > 0: x has a ring of its own of fewer columns, so that up to 288 tokens fit beside the words.
 
-x must be in the k order in which words are decoded: it comes so (from portable.permute_kernel, or from quantize_fp8), or four more warps put
-it in order in shared memory, which saves a launch ("permute"), or bytes are decoded in x's own order ("natural").
+x must be in the k order of the decoded words: portable.permute_kernel or quantize_fp8_kernel wrote it so ("decoded"), four more warps
+reorder it in shared memory, which saves a launch ("permute"), or words are decoded in x's own order ("natural").
 
-With FP8 (W4A8) x is e4m3 with a scale per token, weights are decoded to e4m3, and a tile's last step multiplies by both scales.  The
-adapter stays bfloat16: it has shared memory of its own for B and x A^T, filled when a tile's last unit has been asked for (hopper_adapt.py).
+With FP8 (W4A8) x is e4m3 with a scale per token, weights are decoded to e4m3, and the last step of a tile multiplies by both scales.  The
+adapter stays bfloat16; its shared memory for B and x A^T is filled after the copies of a tile's last unit were started (hopper_adapt.py).
 
-Programs first compute whole tiles, neighbours at the same time, so that they share words and x in the second-level cache.  What does
-not go round is cut as in hopper.py; of the programs that share a tile, the one that begins it adds up what the others leave, in order.
+Programs first compute whole tiles, neighbours at the same time, so that they share words and x in the second-level cache.  The units of
+the remaining tiles are cut into equal ranges, one per program; the program that begins a shared tile adds up the others' sums, in order.
 
 Legend: st, xs stages; phase, x_phase the parity that is waited for; it, u units along K; h halves of a unit; part a group of warps;
 n0, m0 first row and token; the constants of `Tile` (hopper_tile.py).

@@ -1,4 +1,4 @@
-"""Scratch memory and the launches of the fused matrix products."""
+"""Scratch memory, and the launch of each fused matrix product: tensor descriptors, grid, registers, constants."""
 
 import contextlib
 import functools

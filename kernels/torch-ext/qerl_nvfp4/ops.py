@@ -1,7 +1,7 @@
 """The operators: argument checks, scratch memory, launches, registration with torch.library.
 
-Nothing here allocates per call except the result.  Scratch memory (split-K tiles, permuted x, x A^T, one dequantized weight) is one
-set per stream of a device, and one for its CUDA graphs (launch.py), grown on demand and never shrunk.
+A call allocates its result only.  Scratch memory (split tiles, x in order or in FP8, x A^T, one decoded weight) is one set per stream
+of a device, and one for its CUDA graphs (launch.py), grown on demand and never shrunk.
 """
 
 import functools

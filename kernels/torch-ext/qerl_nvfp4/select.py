@@ -1,23 +1,22 @@
 """Which kernel, with which configuration, for a matrix (N, K) and M tokens on a device.
 
-What the user measured for a model on this GPU (refine.py, kept by measured.py) comes first.  A table tuned on the device
-(configs/device_name=<name>.json, by a tuner that `qerl-trl tune` has replaced) answers for the shapes and the numbers of tokens it knows, also
-for another Hopper GPU with as many multiprocessors.  Above 16 tokens on Hopper, what was timed for the cost model (cost.py) comes before
-that table where it is faster, and the model answers for everything else; on
-Ampere, Ada and GeForce Blackwell arithmetic (bounds.py), a heuristic for what is left.  A configuration is a small dict:
+In this order: the user's measurements of a model on this GPU (refine.py, kept by measured.py); above 16 tokens on Hopper, what was timed
+for the cost model (cost.py) if faster, then the model; a table (configs/device_name=<name>.json, by a tuner that `qerl-trl tune` has
+replaced), also for another Hopper GPU with as many multiprocessors; on Ampere, Ada and GeForce Blackwell arithmetic (bounds.py); a
+heuristic.  The table comes before the model at the numbers of tokens at which it was tuned with an adapter.  A configuration is a small dict:
 
-    {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens, sm_80 and newer; with an adapter,
-        "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
-    {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
-        "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
-        "natural"                                              x is left in its order
-    {"kernel": "wide", "BM", "P", "S", "X", "grid"}            the same with x in a ring of its own, BM any multiple of 16 up to 288; "tasks", "natural" as above
-    {"kernel": "mma", "BM", "R", "NS", "SK"}               ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
+    {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens, sm_80 and newer
+        "lora": {..., "cost"}                      differences with an adapter; K steps that a piece of x A^T counts as
+    {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}         hopper_wgmma.wgmma_kernel, tiles of 64 P rows
+        "lora": {"tasks", ...}                     whether tasks of the kernel compute x A^T, or cuBLAS before
+        "natural"                                  x stays in its order
+    {"kernel": "wide", "BM", "P", "S", "X", "grid"}                the same kernel, x in a ring of its own, BM any multiple of 16 up to 288
+    {"kernel": "mma", "BM", "R", "NS", "SK"}                       ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
-    {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
-    {"kernel": ..., "fp8": True}                               W4A8: `wgmma` or `wide` with S and X, or `dense` in e4m3
+    {"kernel": "dense", "pieces"}                                  dequantize into a scratch buffer, then cuBLAS
+    {"kernel": ..., "fp8": True}                                   W4A8: `wgmma` or `wide` with S and X, or `dense` in e4m3
 
-What the portable kernel takes of shared memory is computed (`portable_shared_memory`) and kept below what the card gives a block.
+`portable_shared_memory` keeps the portable kernel below the card's limit per block.
 """
 
 import functools
