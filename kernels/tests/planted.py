@@ -26,25 +26,30 @@ BEGIN, END = "<!-- planted: written by tests/planted.py -->\n", "<!-- end of pla
 #: the quick tests of the kernels' results; compilation and whole products in Triton's interpreter take minutes
 TESTS = (
     "test_kernels_emulated.py",
+    "test_kernels_interpreter.py::test_fp8_is_bit_equal",
+    "test_kernels_interpreter.py::test_fp8_products",
     "test_kernels_interpreter.py::test_the_backward_product_goes_through_the_dequantized_weight",
 )
 FIRST = {
     "hopper_wgmma": "test_wgmma",
     "hopper_adapt": "test_wgmma",
-    "hopper_wide": "test_wgmma",
     "cost": "test_wgmma_where_the_last_step_is_a_part_of_one",
     "ampere": "test_mma",
     "launch": "test_skinny",
+    "ops": "test_kernels_interpreter",
 }  # by file, the test that finds its defects soonest
 LIMIT_S = 900
 CONTROL = {"defect": "none", "file": "launch.py", "old": "import math", "new": "import math"}
 
 
 class First:
-    """A plug-in of pytest: the first test that fails, and how."""
+    """A plug-in of pytest: the tests with a word in their name first; the first that fails, and how."""
 
-    def __init__(self) -> None:
-        self.test = self.how = None
+    def __init__(self, word: str) -> None:
+        self.word, self.test, self.how = word, None, None
+
+    def pytest_collection_modifyitems(self, items) -> None:
+        items.sort(key=lambda item: (self.word not in item.nodeid, "interpreter" in item.nodeid))
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed and self.test is None:
@@ -55,7 +60,7 @@ class First:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def run_tests(package_folder: str, answer: Path, soonest: str | None) -> None:
+def run_tests(package_folder: str, answer: Path, soonest: str) -> None:
     """In a process of its own, which ends here."""
     import pytest
 
@@ -63,9 +68,8 @@ def run_tests(package_folder: str, answer: Path, soonest: str | None) -> None:
     os.chdir(HERE)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     signal.alarm(LIMIT_S)  # a defect that hangs is found too
-    first = First()
-    tests = (f"{TESTS[0]}::{soonest}", *TESTS) if soonest else TESTS
-    pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests], plugins=[first])
+    first = First(soonest)
+    pytest.main(["-q", "-x", "-p", "no:cacheprovider", *TESTS], plugins=[first])
     import qerl_nvfp4
 
     assert qerl_nvfp4.__file__.startswith(package_folder), "another package was tested"
@@ -87,7 +91,7 @@ def findings(defect: dict[str, Any]) -> dict[str, Any]:
         child = os.fork()  # which has imported everything but our package
         if child == 0:
             try:
-                run_tests(folder, answer, FIRST.get(path.stem))
+                run_tests(folder, answer, FIRST.get(path.stem, ""))
             finally:
                 os._exit(1)
         _, status = os.waitpid(child, 0)

@@ -62,11 +62,3 @@ def test_every_selected_kernel_compiles_and_fits_the_card(of):
         assert ranks == {0, 32, 256}, "a block has about 100 KB here: the adapter's rank must not matter"
     for row in portable:
         assert row["shared"] <= select.portable_shared_memory(row["config"]) <= row["shared_limit"], row
-
-
-@per_triton
-def test_only_blackwell_converts_and_only_where_the_assembler_can(of):
-    version, rows = compiled(of)
-    can = tuple(map(int, version.split(".")[:2])) >= (3, 8)
-    converting = {(row["sm"], row["converts"]) for row in rows if row["kernel"] == "skinny_kernel"}
-    assert converting == {(sm, can and sm >= 100) for sm in compile_matrix.CARDS}

@@ -33,14 +33,16 @@ def matrices() -> list[tuple[int, int]]:
 def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of_work():
     for N, K in matrices():
         for M in (17, 40, 100, 130, 250, 300, 512, 1504):
-            found = cost.candidates(N, K, M, SMS)
-            names = [(cost.variant(c), c.get("grid")) for c in found]
-            assert found and len(set(names)) == len(names), "no candidate twice"
-            for config in found:
+            found = cost.candidates(N, K, M, SMS), cost.candidates_fp8(N, K, M, SMS)
+            names = [(cost.variant(c), c.get("grid")) for c in found[0] + found[1]]
+            assert all(found) and len(set(names)) == len(names), "no candidate twice"
+            for config in found[0] + found[1]:
                 assert 0 < config.get("grid", 1) <= SMS
                 assert config.get("BM", 16) % 16 == 0
                 terms = cost.terms(config, N, K, M, SMS, 32)
                 assert terms["launch"] == 1 and all(value >= 0 for value in terms.values())
+    for BM, P, S, X in cost.FP8:
+        assert cost.wide_shared_memory(BM, P, S, X or 2 * S) <= SHARED_MEMORY
 
 
 def test_the_cheapest_measured_candidate_is_chosen(monkeypatch):

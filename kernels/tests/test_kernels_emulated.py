@@ -94,6 +94,22 @@ def test_every_pair_of_codes_in_place_times_every_scale_is_exact():
             check_pair(found, words[i], (2 * lane, 2 * lane + 1), scales[i // 2])
 
 
+def test_every_pair_of_codes_times_every_scale_is_the_nearest_e4m3():
+    """By the Hopper kernel's table and by dequantize_fp8_kernel's: codes of a word and two scales."""
+    other = (SCALES + np.uint64(5)) % np.uint64(127)
+    tables = ptx.run(source["hopper_decode"]["TABLES"], 4, [SCALES | other << np.uint64(8)])
+    word = sum((BYTES + np.uint64(37 * i) & np.uint64(255)) << np.uint64(8 * i) for i in range(4))
+    codes = [word >> np.uint64(4 * i) & np.uint64(15) for i in range(8)]
+    for scale, low, high in ((SCALES, *tables[:2]), (other, *tables[2:])):
+        values = [CODES[c & np.uint64(7)] * np.where(c & np.uint64(8), -1.0, 1.0) * scale_values(scale) for c in codes]
+        expected = [sum(ptx.e4m3_bits(values[i + j] / 8) << np.uint64(8 * j) for j in range(4)) for i in (0, 4)]
+        for file, asm, *inputs in (
+            ("hopper_decode", "DECODE_E4M3", word, low, high),
+            ("elementwise", "LOOK_UP", low, high, word),
+        ):
+            assert np.array_equal(ptx.run(source[file][asm], 2, inputs), expected)
+
+
 def test_quantize_to_rtn_is_bit_equal():
     """Weights of every size, ties of the grid, and divisors that are powers of two and others."""
     torch.manual_seed(0)
@@ -138,15 +154,6 @@ def wgmma(BM, P, S, permute, grid, **more) -> dict:
 )
 def test_skinny(emulated, config, M, N, K, rank, splits):
     run(config, M, N, K, rank, splits, per_row=rank == 0, times=3)
-    assert set(emulated["launches"]) == {"skinny_kernel"}
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("rank", [0, 36])
-def test_skinny_by_the_conversion_of_codes(emulated, monkeypatch, rank, late):
-    """As on Blackwell, where pairs are neighbours."""
-    monkeypatch.setattr(launch, "converts_fp4", lambda capability: True)
-    run(SKINNY | {"BM": 16, "late": late}, 11, 96, 768, rank, (64, 32) if rank else None)
     assert set(emulated["launches"]) == {"skinny_kernel"}
 
 

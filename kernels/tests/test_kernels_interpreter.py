@@ -62,7 +62,7 @@ def test_fp8_is_bit_equal():
 def test_fp8_products(per_row, dtype, limit):
     problem = Problem(5, 768, 128, 8, (512, 256), dtype=dtype, per_row=per_row)
     out, dy = poisoned(5, 768, dtype=dtype), torch.randn(2, 3, 768).to(dtype)
-    ops.linear_fp8(problem.x, *problem.weight, problem.bias, *problem.adapter, out, False)
+    ops.linear_fp8(problem.x, *problem.weight, problem.bias, *problem.adapter, out)
     assert relative_error(out, problem.exact("w4a8")) < limit
     exact = reference.linear_backward(dy.double(), *problem.weight, "w4a8")
     assert relative_error(ops.backward_fp8(dy, *problem.weight), exact) < limit

@@ -59,16 +59,6 @@ def chosen(tokens=64, rank=RANK, columns=K, bf16=True) -> dict | None:
 # --- the file -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "variable,under", [("QERL_NVFP4_CACHE", ""), ("XDG_CACHE_HOME", "qerl_nvfp4"), ("HOME", ".cache/qerl_nvfp4")]
-)
-def test_where_the_file_is(monkeypatch, tmp_path, variable, under):
-    for name in ("QERL_NVFP4_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, str(tmp_path))
-    assert measured.folder() == tmp_path / under
-
-
 def test_each_device_package_and_triton_has_a_file_of_its_own(cache, monkeypatch):
     key = measured.key_of("NVIDIA H100 80GB HBM3", 132)
     assert measured.path_of(key).name.startswith("NVIDIA_H100_80GB_HBM3-132-")

@@ -196,15 +196,6 @@ def test_wgmma(BM, P, S, permute, rank, spills):
         assert sum("128" in op for op in starting(everything, "STS")) >= BM // 4, "x is put in order 16 bytes at a time"
 
 
-def wide(BM: int, P: int, natural: bool = False, tasks: bool = True):
-    """The machine code where x has a ring of its own, and the number of wgmma in its loop."""
-    from qerl_nvfp4 import cost
-    from qerl_nvfp4.hopper_tile import parts_of
-
-    code, *_ = wgmma(BM, P, *cost.wide_stages(BM, P), "natural" if natural else "decoded", 32, tasks)
-    return code, 16 * len(parts_of(BM))
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "BM,P,natural,tasks,limit,spills",
@@ -218,33 +209,15 @@ def wide(BM: int, P: int, natural: bool = False, tasks: bool = True):
 def test_wide(BM, P, natural, tasks, limit, spills):
     """A weight is decoded once for all parts of a tile, in registers, while the parts' wgmma run."""
     from qerl_nvfp4 import cost
+    from qerl_nvfp4.hopper_tile import parts_of
 
     assert (BM, P) in cost.WIDE
-    code, count = wide(BM, P, natural, tasks)
+    code, *_ = wgmma(BM, P, *cost.wide_stages(BM, P), "natural" if natural else "decoded", 32, tasks)
+    count = 16 * len(parts_of(BM))
     check(code, "HGMMA", 128, limit, spills, count=count)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
     assert len(waits) <= P * 10 + 2 and sum(f"0x{count // 16}" in rest for rest in waits) == 8 * P
     assert len(starting(opcodes(code), "UTMASTG")) == P * BM // 16
-
-
-@pytest.mark.compiled
-def test_x_in_its_natural_order():
-    """1.5 more instructions per weight, each word's row in a 16-byte load; hidden in tiles of 128 tokens and more."""
-    from qerl_nvfp4 import cost
-
-    def body(BM, natural):
-        code, count = wide(BM, 3, natural)
-        check(code, "HGMMA", 128, 6.8, 16, count=count)
-        return hot_loop(code, "HGMMA", count)
-
-    def busy(BM, ops):
-        """Instructions of a group's warp per cycle of its matrix instructions."""
-        return len(ops) / (16 * BM // 2)
-
-    natural, large = body(112, True), body(128, True)
-    assert 1.4 < (len(natural) - len(body(112, False))) / 128 < 1.6
-    assert len([op for op in starting(natural, "LDS") if "128" in op]) == 16
-    assert 112 < cost.NATURAL <= 128 and busy(112, natural) > 0.9 and busy(128, large) < 0.7
 
 
 @pytest.mark.skipif(bool(COMPILING), reason="the outer test")
