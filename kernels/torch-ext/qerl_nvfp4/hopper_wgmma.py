@@ -254,15 +254,13 @@ def finished(acc, ptr, stride, pid, p1, factor, bias, xs_ptr, m0, M, tile):
     """The sum of a part with what programs pid + 1 to p1 left, in order; times the rows' and the tokens' factors, plus bias."""
     B: gl.constexpr = acc.shape[1]
     rows: gl.constexpr = gl.SliceLayout(1, accumulator(B))
-    if p1 > pid:
-        off = offsets(B)
-        a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-        a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
-        for p in range(pid + 1, p1 + 1):
-            a += gl.load(ptr + (p * stride + off), cache_modifier=".cg")
-        total = a.reshape([B // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-        acc = gl.convert_layout(total.reshape([R, B]), acc.type.layout, assert_trivial=True)
-    acc = gl.convert_layout(acc, accumulator(B), assert_trivial=True)
+    off = offsets(B)
+    a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
+    for p in range(pid + 1, p1 + 1):
+        a += gl.load(ptr + (p * stride + off), cache_modifier=".cg")
+    total = a.reshape([B // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    acc = gl.convert_layout(total.reshape([R, B]), accumulator(B), assert_trivial=True)
     acc = acc * gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
     if tile.FP8:
         m = m0 + gl.arange(0, B, layout=gl.SliceLayout(0, accumulator(B)))
