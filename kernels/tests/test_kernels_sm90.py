@@ -168,7 +168,7 @@ def wgmma(BM: int, P: int, S: int, X: int, order: str, rank: int, tasks: bool | 
     descriptors |= {"b_d": xa_box % 64} if rank else {}
     absent = {n: None for n in wgmma_kernel.arg_names if n.endswith("_d") and n not in descriptors}
     pointers = "*bf16 *bf16 *fp32 *bf16 *i32 *i32 *i32 *i32 *fp32 *bf16 *fp32 *fp32 *i32".split()
-    descriptors |= {"pointers": tuple(pointers), "aligned": ("i32",) * 3, "sizes": ("i32",) * 11}
+    descriptors |= {"pointers": tuple(pointers), "aligned": ("i32",) * 3, "sizes": ("i64",) * 11}
     compiled = compile_sm90(wgmma_kernel, absent | {"V": variant}, 4, descriptors, registers=average)
     assert compiled.metadata.shared <= 227 * 1024
     return disassemble(compiled.asm["cubin"]), compiled.asm["ptx"], variant

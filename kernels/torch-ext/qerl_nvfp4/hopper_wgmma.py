@@ -410,8 +410,9 @@ def wgmma_kernel(
     16); s_d int16 (N, K/32), box (64, 8); y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa0_d, ... bfloat16
     (mt * BM, shards * RANK = 8 R8), x A^T, boxes of a part's tokens by 32 columns.  Of parts that a tile does not have, and of
     an adapter that there is not: None, for a parameter fewer.
-    `V` is a `hopper_tile.Variant`; the others are tuples, in the order of `launch.launch_wgmma`. `sizes` are twice the numbers plus 3: of
-    tuples Triton makes a kernel for each 1 and multiple of 16, whatever `do_not_specialize` says.
+    `V` is a `hopper_tile.Variant`; the others are tuples, in the order of `launch.launch_wgmma`. `sizes` are the upper
+    halves of int64 whose lower half is no multiple of 16: Triton makes a kernel for each 1 and each multiple of 16 in a tuple, whatever
+    `do_not_specialize` says, and a half is read from the parameters like a number.
     """
     (
         x_ptr,
@@ -429,7 +430,7 @@ def wgmma_kernel(
         cnt_ptr,
     ) = pointers
     N, K, sxm = aligned
-    M, sgs, R8, H, KS, e1, e2, steps, U, mt, D = [(number - 3) >> 1 for number in sizes]
+    M, sgs, R8, H, KS, e1, e2, steps, U, mt, D = [(number >> 32).to(gl.int32) for number in sizes]
     PERMUTE: gl.constexpr = V.ORDER == "permute"
     tile = Tile(V.BM, V.P, V.S, V.X, V.columns, V.pieces, V.ORDER, V.FP8, V.BIAS, V.RANK, V.TASKS, V.PDL)
     gl.static_assert(V.P < 4 or not PERMUTE, "four groups leave no registers to put x in order")
