@@ -156,7 +156,10 @@ def wgmma(BM: int, P: int, S: int, X: int, order: str, rank: int, tasks: bool | 
     average, *registers = hopper.registers(BM, P, order == "permute", tasks)
     variant = hopper.Variant(BM, P, S, X, order, fp8, rank > 0, rank, tasks, True, *registers)
     boxes, kind, layout = hopper.boxes_of(BM), *(("fp8e4nv", hopper.X8_SHARED) if fp8 else ("bf16", hopper.X_SHARED))
-    x_box, xa_box = (f"tensordesc<{k}[%d, {n}],{at!r}>" for k, n, at in ((kind, variant.columns, layout), ("bf16", 32, hopper.L_SHARED)))
+    x_box, xa_box = (
+        f"tensordesc<{k}[%d, {n}],{at!r}>"
+        for k, n, at in ((kind, variant.columns, layout), ("bf16", 32, hopper.L_SHARED))
+    )
     descriptors = {f"x{i}_d": x_box % b for i, b in enumerate(boxes) if b}
     descriptors |= {f"xa{i}_d": xa_box % b for i, b in enumerate(boxes) if b and rank}
     descriptors |= {

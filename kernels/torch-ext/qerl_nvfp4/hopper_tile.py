@@ -59,7 +59,7 @@ def parts_of(BM: int) -> list[int]:
 
 def boxes_of(BM: int) -> list[int]:
     """Tokens of the three copies that bring a tile's x; 0: a tile of fewer parts."""
-    return (parts_of(BM) + [0, 0])[:3]
+    return [*parts_of(BM), 0, 0][:3]
 
 
 def registers(BM: int, P: int, permute: bool, tasks: bool) -> tuple[int, int, int]:
