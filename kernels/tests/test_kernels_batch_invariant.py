@@ -27,15 +27,15 @@ ADAPTERS = pytest.mark.parametrize("rank,splits", [(0, None), (32, (128, 192))],
 
 
 @ADAPTERS
-@pytest.mark.parametrize("K", [2048, 2080])
+@pytest.mark.parametrize("K,fp8", [(2048, False), (2080, False), (2080, True)])
 @pytest.mark.usefixtures("emulated")
-def test_wgmma_cuts_k_at_the_same_places_for_every_number_of_tokens(rank, splits, K):
+def test_wgmma_cuts_k_at_the_same_places_for_every_number_of_tokens(rank, splits, K, fp8):
     """All widths of the instruction, tiles that are cut, and one slice or several of x A^T."""
     problem = problem_of(70, 320, K, rank, splits)
-    configs = {M: select.batch_invariant(320, K, M, SMS, True, True, SHARED_MEMORY)[0] for M in (1, 17, 40, 70)}
+    configs = {M: select.batch_invariant(320, K, M, SMS, True, True, SHARED_MEMORY, fp8)[0] for M in (1, 17, 40, 70)}
     assert [c["BM"] for c in configs.values()] == [16, 32, 64, 128] and configs[1]["slices"] == 2
     found = {M: problem.by(config, slice(0, M)) for M, config in configs.items()}
-    assert relative_error(found[70], problem.exact()) < 4e-3
+    assert relative_error(found[70], problem.exact("w4a8" if fp8 else "w4a16")) < 4e-3
     for M, y in found.items():
         assert torch.equal(y, found[70][:M]), M
     # a selection by speed does not agree: the comparison above sees a difference
@@ -89,7 +89,9 @@ SIZES = (512, 2, 3, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 160, 200
 
 @pytest.mark.gpu
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype,compute", [(torch.bfloat16, "w4a16"), (torch.float16, "w4a16"), (torch.bfloat16, "w4a8")]
+)
 @pytest.mark.parametrize(
     "N,K,rank,splits",
     [
@@ -102,14 +104,14 @@ SIZES = (512, 2, 3, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 160, 200
     ],
     ids=["qkv_base", "qkv", "down", "gate_up", "small", "shards_of_64"],
 )
-def test_a_row_alone_is_the_same_row_in_any_batch(N, K, rank, splits, dtype):
+def test_a_row_alone_is_the_same_row_in_any_batch(N, K, rank, splits, dtype, compute):
     problem = problem_of(max(SIZES), N, K, rank, splits, "cuda", dtype=dtype)
     ahead = precompile.Weight(N, K, splits or (N,), rank, bias=True, aligned=True)
-    assert not precompile.precompile([ahead], SIZES, dtype=dtype, batch_invariant=True).failed
-    whole = problem.linear(batch_invariant=True)
-    assert relative_error(whole, problem.exact()) < 5e-3
+    assert not precompile.precompile([ahead], SIZES, dtype=dtype, batch_invariant=True, compute=compute).failed
+    whole = problem.linear(batch_invariant=True, compute=compute)
+    assert relative_error(whole, problem.exact(compute)) < 5e-3
     alone = [slice(m, m + 1) for m in (0, 1, 7, 100, 511, max(SIZES) - 1)]
     for rows in (*alone, *(slice(0, M) for M in SIZES), slice(301, 340)):
-        y = problem.linear(rows, batch_invariant=True)
+        y = problem.linear(rows, batch_invariant=True, compute=compute)
         wrong = (y != whole[rows]).any(1).nonzero().flatten().tolist()
         assert not wrong, f"{rows}: rows {wrong[:8]}"
