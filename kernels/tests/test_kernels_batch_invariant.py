@@ -38,8 +38,8 @@ def test_wgmma_cuts_k_at_the_same_places_for_every_number_of_tokens(rank, splits
     assert relative_error(found[70], problem.exact("w4a8" if fp8 else "w4a16")) < 4e-3
     for M, y in found.items():
         assert torch.equal(y, found[70][:M]), M
-    # a selection by speed does not agree: the comparison above sees a difference
-    assert not torch.equal(problem.by(configs[70] | {"grid": 5, "slices": None}), found[70])
+    # a selection by speed does not agree: the comparison above sees a difference (sums of e4m3 products are exact here)
+    assert fp8 or not torch.equal(problem.by(configs[70] | {"grid": 5, "slices": None}), found[70])
 
 
 @pytest.mark.skipif(not portable.INTERPRET, reason="runs where there is no GPU, with TRITON_INTERPRET=1")
