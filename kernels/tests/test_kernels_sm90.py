@@ -154,14 +154,14 @@ def wgmma(BM: int, P: int, S: int, X: int, order: str, rank: int, tasks: bool | 
 
     tasks = rank > 0 if tasks is None else tasks
     average, *registers = hopper.registers(BM, P, order == "permute", tasks)
-    variant = hopper.Variant(BM, P, S, X, order, fp8, rank > 0, rank, tasks, True, *registers)
+    variant = hopper.variant(BM, P, S, X, order, fp8, rank > 0, rank, tasks, True, *registers)
     boxes, kind, layout = hopper.boxes_of(BM), *(("fp8e4nv", hopper.X8_SHARED) if fp8 else ("bf16", hopper.X_SHARED))
-    x_box = f"tensordesc<{kind}[%d, {variant.columns}],{layout!r}>"
+    x_box = f"tensordesc<{kind}[%d, {variant.C}],{layout!r}>"
     xa_box = f"tensordesc<bf16[%d, 32],{hopper.L_SHARED!r}>"
     descriptors = {f"x{i}_d": x_box % b for i, b in enumerate(boxes) if b}
     descriptors |= {f"xa{i}_d": xa_box % b for i, b in enumerate(boxes) if b and rank}
     descriptors |= {
-        "w_d": f"tensordesc<i32[64, {32 // variant.pieces}],{variant.words_shared!r}>",
+        "w_d": f"tensordesc<i32[64, {32 // variant.B}],{hopper.words_shared(variant.B)!r}>",
         "s_d": f"tensordesc<i16[64, 8],{hopper.S_SHARED!r}>",
         "y_d": f"tensordesc<bf16[16, 64],{hopper.X_SHARED!r}>",
     }
@@ -180,7 +180,7 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     order = permute if isinstance(permute, str) else "permute" if permute else "decoded"
     code, ptx, variant = wgmma(BM, P, S, 0, order, rank)
     made = ptx.count("mbarrier.init.shared")
-    ring = S * variant.pieces * (3 if permute is True else 2)
+    ring = S * variant.B * (3 if permute is True else 2)
     assert made == ring + (2 if rank else 0), "a barrier that nobody waits for lies in a buffer"
     check(code, "HGMMA", 128, 5.0 if order == "natural" else 3.5, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]

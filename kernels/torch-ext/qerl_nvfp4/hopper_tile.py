@@ -21,12 +21,14 @@ L_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank
 
 
 class Variant(NamedTuple):
-    """The constants of a compiled kernel. Legend: see `Tile`."""
+    """The constants of a compiled kernel, as `variant` makes them. Legend: see `Tile`."""
 
     BM: int
     P: int
     S: int
     X: int
+    C: int
+    B: int
     ORDER: str
     FP8: bool
     BIAS: bool
@@ -36,20 +38,15 @@ class Variant(NamedTuple):
     REGS: int
     RING_REGS: int
 
-    @property
-    def pieces(self) -> int:
-        """Pieces of a unit, each with barriers of its own: a short ring that brings x with the words is filled by halves."""
-        return 2 if self.S == 2 and not self.X else 1
 
-    @property
-    def columns(self) -> int:
-        """Columns of a stage of x: rows of 128 bytes, or of 256 that come with the words."""
-        return 128 if self.FP8 or not self.X else 64
+def variant(BM: int, P: int, S: int, X: int, order: str, fp8: bool, *others) -> Variant:
+    """Rows of a stage of x have 128 bytes, or 256 that come with the words; a short ring that brings both is filled by halves."""
+    return Variant(BM, P, S, X, 128 if fp8 or not X else 64, 2 if S == 2 and not X else 1, order, fp8, *others)
 
-    @property
-    def words_shared(self) -> gl.NVMMASharedLayout:
-        """32 words of a row, or half as many."""
-        return gl.NVMMASharedLayout(swizzle_byte_width=128 // self.pieces, element_bitwidth=32, rank=2)
+
+def words_shared(B: int) -> gl.NVMMASharedLayout:
+    """32 words of a row, or half as many."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128 // B, element_bitwidth=32, rank=2)
 
 
 def parts_of(BM: int) -> list[int]:

@@ -432,32 +432,32 @@ def wgmma_kernel(
     N, K, sxm = aligned
     M, sgs, R8, H, KS, e1, e2, steps, U, mt, D = [(number >> 32).to(gl.int32) for number in sizes]
     PERMUTE: gl.constexpr = V.ORDER == "permute"
-    tile = Tile(V.BM, V.P, V.S, V.X, V.columns, V.pieces, V.ORDER, V.FP8, V.BIAS, V.RANK, V.TASKS, V.PDL)
+    tile = Tile(V.BM, V.P, V.S, V.X, V.C, V.B, V.ORDER, V.FP8, V.BIAS, V.RANK, V.TASKS, V.PDL)
     gl.static_assert(V.P < 4 or not PERMUTE, "four groups leave no registers to put x in order")
-    gl.static_assert(not PERMUTE or (V.pieces == 1 and V.X == 0), "x is put in order a unit at a time, not by halves")
+    gl.static_assert(not PERMUTE or (V.B == 1 and V.X == 0), "x is put in order a unit at a time, not by halves")
     gl.static_assert(start(V.BM, count(V.BM) - 1) + size(V.BM, count(V.BM) - 1) == V.BM, "parts of a tile")
-    w_sh = gl.allocate_shared_memory(gl.int32, [V.S * V.pieces * V.P, R, 32 // V.pieces], w_d.layout)
+    w_sh = gl.allocate_shared_memory(gl.int32, [V.S * V.B * V.P, R, 32 // V.B], w_d.layout)
     s_sh = gl.allocate_shared_memory(gl.int16, [V.S * V.P, R, 8], s_d.layout)
     x_sh = ()
     X_TYPE: gl.constexpr = gl.float8e4nv if V.FP8 else gl.bfloat16
     STAGES: gl.constexpr = V.X if V.X > 0 else 2 * V.S
     for i in gl.static_range(count(V.BM)):
-        x_sh = x_sh + (gl.allocate_shared_memory(X_TYPE, [STAGES, size(V.BM, i), V.columns], x0_d.layout),)  # noqa: RUF005
+        x_sh = x_sh + (gl.allocate_shared_memory(X_TYPE, [STAGES, size(V.BM, i), V.C], x0_d.layout),)  # noqa: RUF005
     y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * V.P, 16, R], y_d.layout)
     # A barrier that nobody waits for must not be made: Triton gives its memory to a buffer, and a GPU that changes between processes
     # writes barriers back when it returns (PTX: mbarrier.inval before the memory is used for anything else).
-    full = gl.allocate_shared_memory(gl.int64, [V.S * V.pieces, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [V.S * V.pieces, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [V.S * V.B, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [V.S * V.B, 1], mbarrier.MBarrierLayout())
     x_full = full
     x_free = empty
     if PERMUTE or V.X > 0:
         x_full = gl.allocate_shared_memory(gl.int64, [V.X if V.X > 0 else V.S, 1], mbarrier.MBarrierLayout())
     if V.X > 0:
         x_free = gl.allocate_shared_memory(gl.int64, [V.X, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(V.S * V.pieces):
+    for i in gl.static_range(V.S * V.B):
         if PERMUTE:
             mbarrier.init(x_full.index(i), 1)
-        mbarrier.init(full.index(i), 2 if V.X > 0 or i % V.pieces else 3)  # words, scales, and perhaps x
+        mbarrier.init(full.index(i), 2 if V.X > 0 or i % V.B else 3)  # words, scales, and perhaps x
         mbarrier.init(empty.index(i), V.P)
     for i in gl.static_range(V.X * 1):
         mbarrier.init(x_full.index(i), 1)

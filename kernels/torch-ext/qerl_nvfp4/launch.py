@@ -360,7 +360,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
     average, *registers = hopper.registers(BM, P, order == "permute", tasks)
-    variant = hopper.Variant(
+    variant = hopper.variant(
         BM, P, S, config.get("X", 0), order, fp8, bias is not None, rank, tasks, pdl, *registers
     )  # fmt: skip
 
@@ -371,8 +371,10 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     sizes = (M, sgs, rows // 8, helpers, slices, *edges, steps, (tiles - whole * grid) * steps, mt, whole)
     boxes, x_layout = hopper.boxes_of(BM), hopper.X8_SHARED if fp8 else hopper.X_SHARED
     launcher(wgmma_kernel, grid + helpers)(
-        *(rows_of(x, [box, variant.columns], x_layout) if box else None for box in boxes),
-        TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 32 // variant.pieces], variant.words_shared),
+        *(rows_of(x, [box, variant.C], x_layout) if box else None for box in boxes),
+        TensorDescriptor(
+            words, [N, K // 8], [words.stride(0), 1], [64, 32 // variant.B], hopper.words_shared(variant.B)
+        ),
         TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
         rows_of(up, [64, 32], hopper.L_SHARED) if rank else None,
         *(rows_of(down, [box, 32], hopper.L_SHARED) if box and rank else None for box in boxes),
