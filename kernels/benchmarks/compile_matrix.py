@@ -163,7 +163,6 @@ def cases(sm: int, quick: bool):
     for dtype in (torch.bfloat16, torch.float16):
         tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         for_wide = () if sm != 90 else (96, 208, 448) if quick else (72, 96, 112, 144, 160, 176, 192, 208, 320, 448)
-        for_tiles = [BM for BM, _ in cost.BEFORE] if sm == 90 else []  # not selected so far
         tokens += for_wide  # sizes for wide tiles, which other cards lack
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)
@@ -180,18 +179,12 @@ def cases(sm: int, quick: bool):
                 for M, config, (rank,) in chosen
                 if cost.can_be_natural(select.with_adapter(config) if rank else config)
             )
-            untimed = [
-                (config["BM"], config | {"grid": CARDS[sm][1], "tasks": False}, [32])
-                for M in for_tiles * bf16
-                for config in cost.layouts(N, K, M)
-                if config["kernel"] == "wide" and not cost.can_be_beside(config)
-            ]
             invariant = [(M, config, [0, 32, 256]) for M, config in invariant]
             fp8 = []
             if bf16 and sm == 90:
                 some = (config for M in tokens for config in cost.candidates_fp8(N, K, M, CARDS[sm][1]))
                 fp8 = [(config.get("BM", 2048), config, [0, 32]) for config in some if config["kernel"] != "dense"]
-            for M, config, ranks in (*chosen, *natural, *untimed, *invariant, *fp8):
+            for M, config, ranks in (*chosen, *natural, *invariant, *fp8):
                 if M in for_wide and config["kernel"] != "wide":
                     continue
                 if quick:

@@ -16,7 +16,6 @@
 
 `--compute w4a8`: candidates of cost.candidates_fp8 and, as "selected" and in layers (after a check of each product),
 `qerl_nvfp4.linear`; quantizing x is included. `w4a16_us`: the same layers by the shipped kernels, `chosen`.
-
 `cost_model`: digest of configs/cost_model.json; user measurements of `qerl-trl tune` are ignored. With `--layers-only`
 a failed shipped variant ends the run. A product that fails its check has no time. `--dry-run` runs tiny matrices on a
 CPU in Triton's interpreter (TRITON_INTERPRET=1).

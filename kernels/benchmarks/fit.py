@@ -35,13 +35,9 @@ OF_A_RUN = (*OF_A_GPU, "torch", "triton", "commit", "command")
 NEAR = 0.3  # a candidate slower than the fastest by this share counts half
 FAMILY = 3.0  # weight of a family's factors relative to a variant's samples
 # scaling of a term with a tile (64 P rows, BM tokens) within a family; others are constant
-BY_TILE = {
+BY_TILE = dict.fromkeys(("tiles", "pieces", "split", "shares"), ("rows x tokens", "nothing")) | {
     "units": ("rows x tokens", "rows", "tokens", "nothing"),
     "units of tokens that are not": ("rows x tokens", "tokens"),
-    "tiles": ("rows x tokens", "nothing"),
-    "pieces": ("rows x tokens", "nothing"),
-    "split": ("rows x tokens", "nothing"),
-    "shares": ("rows x tokens", "nothing"),
 }
 AT_LEAST = 4  # samples of a variant, and at its largest token counts
 
@@ -213,10 +209,8 @@ def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> 
         chosen = []
         for row in some:
             tuned = table.get((N, K, select.bucket_of(row["M"])))
-            if fp8(row):
-                chosen.append(cost.cheapest(N, K, row["M"], sms, of_a, model=model, fp8=True))
-            else:
-                chosen.append(select.by_price(N, K, row["M"], sms, of_a, tuned, model))
+            as_fp8 = cost.cheapest(N, K, row["M"], sms, of_a, model=model, fp8=True) if fp8(row) else None
+            chosen.append(as_fp8 or select.by_price(N, K, row["M"], sms, of_a, tuned, model))
         now = max(math.inf if c is None else slower(c, [row]) for c, row in zip(chosen, some, strict=True))
         timed = [complete(c["config"], size) for c in some[0]["candidates"]]
         best = min(timed, key=lambda config: slower(config, some))

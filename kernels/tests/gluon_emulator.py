@@ -276,8 +276,7 @@ class Machine:
             return Tensor(np.int64(a.data_ptr()), "i64", KINDS[a.dtype])
         plain = inspect.signature(fn).parameters[name].annotation is not gl.constexpr
         if plain and isinstance(a, int) and not isinstance(a, bool):
-            assert -(2**31) <= a < 2**31
-            return Tensor(np.int32(a), "i32")
+            return Tensor(np.int32(a), "i32") if -(2**31) <= a < 2**31 else Tensor(np.int64(a), "i64")
         return a
 
     def pause(self, ready=None) -> None:

@@ -156,10 +156,8 @@ def wgmma(BM: int, P: int, S: int, X: int, order: str, rank: int, tasks: bool | 
     average, *registers = hopper.registers(BM, P, order == "permute", tasks)
     variant = hopper.Variant(BM, P, S, X, order, fp8, rank > 0, rank, tasks, True, *registers)
     boxes, kind, layout = hopper.boxes_of(BM), *(("fp8e4nv", hopper.X8_SHARED) if fp8 else ("bf16", hopper.X_SHARED))
-    x_box, xa_box = (
-        f"tensordesc<{k}[%d, {n}],{at!r}>"
-        for k, n, at in ((kind, variant.columns, layout), ("bf16", 32, hopper.L_SHARED))
-    )
+    x_box = f"tensordesc<{kind}[%d, {variant.columns}],{layout!r}>"
+    xa_box = f"tensordesc<bf16[%d, 32],{hopper.L_SHARED!r}>"
     descriptors = {f"x{i}_d": x_box % b for i, b in enumerate(boxes) if b}
     descriptors |= {f"xa{i}_d": xa_box % b for i, b in enumerate(boxes) if b and rank}
     descriptors |= {
@@ -170,7 +168,7 @@ def wgmma(BM: int, P: int, S: int, X: int, order: str, rank: int, tasks: bool | 
     descriptors |= {"b_d": xa_box % 64} if rank else {}
     absent = {n: None for n in wgmma_kernel.arg_names if n.endswith("_d") and n not in descriptors}
     pointers = "*bf16 *bf16 *fp32 *bf16 *i32 *i32 *i32 *i32 *fp32 *bf16 *fp32 *fp32 *i32".split()
-    descriptors |= {"pointers": tuple(pointers), "aligned": ("i32",) * 3, "sizes": ("i32",) * 11}
+    descriptors |= {"pointers": tuple(pointers), "aligned": ("i32",) * 3, "sizes": ("i64",) * 11}
     compiled = compile_sm90(wgmma_kernel, absent | {"V": variant}, 4, descriptors, registers=average)
     assert compiled.metadata.shared <= 227 * 1024
     return disassemble(compiled.asm["cubin"]), compiled.asm["ptx"], variant

@@ -2,8 +2,8 @@
 
 Nobody has measured these kernels on such a card.  `mma_us` and `dense_us` count what a launch must move and issue (`mma_bounds`), divide by
 what a card can do (`CARDS`, NVIDIA's figures), and take the largest as if everything else were hidden behind it; `OURS`, `LIBRARY` and
-`STREAM` are what is usually reached of that.  select.py takes the mma kernel where it comes out cheaper than dequantize + cuBLAS, and
-kernels/benchmarks/expected.py prints all of it.  `qerl-trl tune` replaces it by measurements.
+`STREAM` are what is usually reached of that.  select.py takes the mma kernel where it comes out cheaper than dequantize + cuBLAS.  `qerl-trl tune`
+replaces it by measurements.
 """
 
 import math

@@ -169,9 +169,7 @@ def candidates_fp8(N: int, K: int, M: int, sms: int) -> list[dict]:
 
 def can_be_beside(config: dict) -> bool:
     """Whether x A^T may be computed beside the product of a configuration of `wgmma` or `wide`."""
-    if config.get("fp8"):
-        return config["BM"] != 192
-    return config["kernel"] != "wide" or (config["BM"], config["P"]) not in BEFORE
+    return config["kernel"] != "wide" or config.get("fp8", False) or (config["BM"], config["P"]) not in BEFORE
 
 
 def beside(config: dict, M: int) -> bool:

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .gluon_names import barrier
 from .portable import DECODE_WORD
 
-# Blackwell's own conversion of a byte, two neighbouring codes (benchmarks/fp4_conversion.py counts what it spares)
+# Blackwell's own conversion of a byte, two neighbouring codes
 CONVERT_WORD = gl.constexpr("""{
     .reg .b8 b0, b1, b2, b3; .reg .b32 s2, nz; mov.b32 nz, 0x80008000;
     mov.b32 s2, {$5, $5};

@@ -254,15 +254,13 @@ def finished(acc, ptr, stride, pid, p1, factor, bias, xs_ptr, m0, M, tile):
     """The sum of a part with what programs pid + 1 to p1 left, in order; times the rows' and the tokens' factors, plus bias."""
     B: gl.constexpr = acc.shape[1]
     rows: gl.constexpr = gl.SliceLayout(1, accumulator(B))
-    if p1 > pid:
-        off = offsets(B)
-        a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-        a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
-        for p in range(pid + 1, p1 + 1):
-            a += gl.load(ptr + (p * stride + off), cache_modifier=".cg")
-        total = a.reshape([B // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-        acc = gl.convert_layout(total.reshape([R, B]), acc.type.layout, assert_trivial=True)
-    acc = gl.convert_layout(acc, accumulator(B), assert_trivial=True)
+    off = offsets(B)
+    a = acc.reshape([4, 2, 8, B // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    a = gl.convert_layout(a.reshape([B // 8, 128, 4]), partial_layout(B), assert_trivial=True)
+    for p in range(pid + 1, p1 + 1):
+        a += gl.load(ptr + (p * stride + off), cache_modifier=".cg")
+    total = a.reshape([B // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    acc = gl.convert_layout(total.reshape([R, B]), accumulator(B), assert_trivial=True)
     acc = acc * gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
     if tile.FP8:
         m = m0 + gl.arange(0, B, layout=gl.SliceLayout(0, accumulator(B)))
@@ -412,8 +410,9 @@ def wgmma_kernel(
     16); s_d int16 (N, K/32), box (64, 8); y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa0_d, ... bfloat16
     (mt * BM, shards * RANK = 8 R8), x A^T, boxes of a part's tokens by 32 columns.  Of parts that a tile does not have, and of
     an adapter that there is not: None, for a parameter fewer.
-    `V` is a `hopper_tile.Variant`; the others are tuples, in the order of `launch.launch_wgmma`. `sizes` are twice the numbers plus 3: of
-    tuples Triton makes a kernel for each 1 and multiple of 16, whatever `do_not_specialize` says.
+    `V` is a `hopper_tile.Variant`; the others are tuples, in the order of `launch.launch_wgmma`. `sizes` are the upper
+    halves of int64 whose lower half is no multiple of 16: Triton makes a kernel for each 1 and each multiple of 16 in a tuple, whatever
+    `do_not_specialize` says, and a half is read from the parameters like a number.
     """
     (
         x_ptr,
@@ -431,7 +430,7 @@ def wgmma_kernel(
         cnt_ptr,
     ) = pointers
     N, K, sxm = aligned
-    M, sgs, R8, H, KS, e1, e2, steps, U, mt, D = [(number - 3) >> 1 for number in sizes]
+    M, sgs, R8, H, KS, e1, e2, steps, U, mt, D = [(number >> 32).to(gl.int32) for number in sizes]
     PERMUTE: gl.constexpr = V.ORDER == "permute"
     tile = Tile(V.BM, V.P, V.S, V.X, V.columns, V.pieces, V.ORDER, V.FP8, V.BIAS, V.RANK, V.TASKS, V.PDL)
     gl.static_assert(V.P < 4 or not PERMUTE, "four groups leave no registers to put x in order")

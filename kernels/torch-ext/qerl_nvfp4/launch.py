@@ -393,7 +393,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
             counters,
         ),
         (N, K, given.stride(0)),
-        tuple(2 * number + 3 for number in sizes),
+        tuple(number << 32 | 0x80000003 for number in sizes),
         variant,
         num_warps=4,
         maxnreg=average,

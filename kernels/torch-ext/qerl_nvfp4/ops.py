@@ -605,7 +605,10 @@ def _scaled_product(x, before, packed, block_scale, transpose: bool, after, bias
     dequantize_fp8_into(packed, block_scale, transpose, w8)
     quantize_fp8_into(x, x8, scale, factor=before)
     y = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
-    torch._scaled_mm(x8, w8.t(), scale[:, None], after.expand(1, N).contiguous(), bias, out_dtype=y.dtype, out=y)
+    scales = scale[:, None], after.expand(1, N).contiguous()
+    torch._scaled_mm(
+        x8, w8.t(), *scales, bias, out_dtype=y.dtype, use_fast_accum=True, out=y
+    )  # as the Hopper kernel adds
     if y is not out:
         out.copy_(y)
 

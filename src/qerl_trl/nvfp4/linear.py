@@ -157,7 +157,8 @@ def _fp8_product(
     w8 = (decode_fp8 if kernels is None else kernels.dequantize_fp8)(_stacked(packed), _stacked(block_scale), transpose)
     if has_fp8(x8.device) and dtype != torch.float32 and not (w8.shape[0] % 16 or w8.shape[1] % 16):
         scales = scale.unsqueeze(1), factor.unsqueeze(0)
-        return torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16).to(dtype)  # it has no other by rows
+        # by rows it returns bfloat16 only; it adds up as the rollout's kernel does, in the tensor cores
+        return torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
     with torch.autocast(x8.device.type, enabled=False):  # its cast would round the sums
         return F.linear(x8.float(), w8.float()).mul_(factor).mul_(scale.unsqueeze(1)).to(dtype)
 
