@@ -146,6 +146,13 @@ def test_no_other_number_of_tokens_runs_another_kernel(h200, pretend, monkeypatc
     assert len(ahead) > 4 and variants(weight, [*range(1, 1025, 11), 1500, 5000], batch_invariant) <= ahead
 
 
+@pytest.mark.compiled
+def test_w4a8_is_compiled_ahead(h200, compilations):
+    """Its dense path too, of which cuBLAS has nothing to compile."""
+    assert not precompile.precompile([Weight(N, K, SPLITS, RANK)], TOKENS, compute="w4a8").failed
+    assert {"quantize_fp8_kernel", "dequantize_fp8_kernel"} <= {name for name, _ in compilations}
+
+
 @pytest.mark.skipif(bool(COMPILING), reason="the outer test")
 def test_in_fresh_processes(tmp_path):
     """The second one finds the first one's kernels on the disk."""

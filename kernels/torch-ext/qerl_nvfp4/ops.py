@@ -1,6 +1,6 @@
 """The operators: argument checks, scratch memory, launches, registration with torch.library.
 
-A call allocates its result only.  Scratch memory (split tiles, x in order or in FP8, x A^T, one decoded weight) is one set per stream
+A call of W4A16 allocates its result only.  Scratch memory (split tiles, x in order or in FP8, x A^T, one decoded weight) is one set per stream
 of a device, and one for its CUDA graphs (launch.py), grown on demand and never shrunk.
 """
 
@@ -27,6 +27,9 @@ except ImportError:
 if HAS_TRITON:
     from . import elementwise, fallback, portable
     from .launch import compiles, fused_adapter, launch, launcher, quantize_rows, scale_args, scale_bytes, scratch
+
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def missing_from_gluon() -> str | None:
@@ -162,20 +165,24 @@ def selected(
     What was already refused by the compiler is taken into account. For a weight whose rows or addresses the kernel cannot read (`usable`) it
     is `portable` up to 128 tokens, else the dense path: on Hopper where K is no multiple of 256, unless `align_scale_rows` was used.
     """
-    if dtype not in (torch.bfloat16, torch.float16) or not is_available(device):
-        why = "Triton or a GPU for it is missing" if dtype in (torch.bfloat16, torch.float16) else f"x is {dtype}"
+    index, fp8, why = _device_index(device), compute == "w4a8", ""
+    if dtype not in _HALF:
+        why = f"x is {dtype}"
+    elif not is_available(device):
+        why = "Triton or a GPU for it is missing"
+    elif fp8 and (N % 16 or device_properties(index)[2] < (8, 9)):
+        why = "W4A8 wants sm_89 or newer and rows in multiples of 16"
+    if why:
         return [Selected(N, K, M, "reference", {}, why) for M in tokens]
-    index = _device_index(device)
     bf16 = dtype == torch.bfloat16 and use_gluon(index)
-    rows, fp8 = [], compute == "w4a8"
+    rows = []
     if batch_invariant:
-        found = ((M, _batch_invariant(N, K, min(M, select.INVARIANT_TOKENS), index, dtype, fp8)[0]) for M in tokens)
-        return [Selected(N, K, M, config["kernel"], config, "batch-invariant") for M, config in found]
+        found = ((M, _batch_invariant(N, K, min(M, select.INVARIANT_TOKENS), index, dtype, fp8)) for M in tokens)
+        none = [{"kernel": "none"}]
+        return [Selected(N, K, M, (c or none)[0]["kernel"], (c or none)[0], "batch-invariant") for M, c in found]
     refused = fallback.refused_on(index)
     for M in tokens:
-        config, why = select.explain(N, K, M, index, bf16, rank, shards)
-        if fp8:
-            config, why = select.fp8(N, K, M, index, bf16, rank, shards), "W4A8"
+        config, why = select.explain(N, K, M, index, bf16, rank, shards, fp8)
         if rank:
             config = with_adapter(config)
         while config["kernel"] != "dense" and (failed := refused.get(_variant(config, rank, dtype))):
@@ -370,6 +377,11 @@ def product_in_any_batch(
                 break
         else:
             adapter = "" if lora_b is None else f" with an adapter of rank {lora_b.shape[1]} on shards {splits or (N,)}"
+            if fp8:
+                raise ValueError(
+                    f"batch_invariant with compute='w4a8' has no kernel for {N} x {K}{adapter}: it needs Hopper and ranks of multiples of "
+                    "8. Use w4a16."
+                )
             raise ValueError(
                 f"batch_invariant: no kernel computes a weight of {N} x {K}{adapter} in the same order for every number of tokens. It takes "
                 "rows that lie one after the other, and an adapter in x's type, of rank at most 256, on at most three shards of multiples of 64 "
@@ -536,7 +548,7 @@ def _linear(
             index = x.device.index
             bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
             rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
-            config = (select.fp8 if fp8 else choose)(N, K, M, index, bf16, rank, shards)
+            config = choose(N, K, M, index, bf16, rank, shards, fp8)
             product_by_any(config, *arguments)
     return out.view(*x.shape[:-1], N)
 
@@ -557,9 +569,6 @@ def backward_dense(dy, packed, block_scale, global_scale) -> torch.Tensor:
     N, K = packed.shape[0], packed.shape[1] * 2
     weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
     return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
-
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def _converts_fp8(tensor: torch.Tensor) -> bool:
@@ -606,9 +615,8 @@ def _scaled_product(x, before, packed, block_scale, transpose: bool, after, bias
     quantize_fp8_into(x, x8, scale, factor=before)
     y = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
     scales = scale[:, None], after.expand(1, N).contiguous()
-    torch._scaled_mm(
-        x8, w8.t(), *scales, bias, out_dtype=y.dtype, use_fast_accum=True, out=y
-    )  # as the Hopper kernel adds
+    if not y.is_meta:  # compiled ahead: cuBLAS needs none of that
+        torch._scaled_mm(x8, w8.t(), *scales, bias, out_dtype=y.dtype, use_fast_accum=True, out=y)  # adds as our kernel
     if y is not out:
         out.copy_(y)
 
@@ -692,9 +700,12 @@ def quantize_fp8_into(x, x8, scale, ordered: bool = False, factor=None) -> None:
             pdl = _on_gpu(x) and device_properties(x.device.index)[2][0] >= 9
             quantize_rows(x, x8.view(torch.uint8), scale, ordered, factor, pdl)
 
-    done, variant = False, ("quantize_fp8", ordered, factor is None, triton.next_power_of_2(x.shape[1]), x.dtype)
+    done = False
     if _converts_fp8(x) and x.dtype in _HALF:
-        done = fallback.attempt(start, lambda: variant, _PLAIN, x.device.index)
+        BK = triton.next_power_of_2(x.shape[1])
+        done = fallback.attempt(
+            start, lambda: ("quantize_fp8", ordered, factor is None, BK, x.dtype), _PLAIN, x.device.index
+        )
     if not done:
         found, scales = reference.quantize_fp8(x if factor is None else x.float() * factor)
         x8.copy_(reference.in_decode_order(found) if ordered else found)
@@ -722,7 +733,8 @@ def dequantize_fp8_into(packed, block_scale, transpose: bool, out) -> torch.Tens
 
 
 def _dequantize_fp8(packed, block_scale, transpose: bool = False) -> torch.Tensor:
-    check_weight(packed, block_scale, block_scale.new_ones(1, dtype=torch.float32))
+    if block_scale.shape != (packed.shape[0], packed.shape[1] // 8):
+        raise ValueError(f"block_scale {tuple(block_scale.shape)} does not fit packed {tuple(packed.shape)}")
     return dequantize_fp8_into(packed, block_scale, transpose, _fake_dequantize_fp8(packed, block_scale, transpose))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import measured, ops, select
+from . import measured, ops
 from .cost import SIZES
 from .select import BUCKETS, choose, measured_for
 from .turns import QUIET_S, one_process_at_a_time
@@ -164,7 +164,7 @@ def _tokens_of(weight: Weight, device: int, bf16: bool) -> tuple[int, ...]:
 
 
 def _launch_all(
-    weights, tokens: list[int] | None, norms, dtype: torch.dtype, device: int, invariant: bool, fp8: bool
+    weights, tokens: list[int] | None, norms, dtype: torch.dtype, device: int, invariant: bool, fp8: bool = False
 ) -> None:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -181,7 +181,7 @@ def _launch_all(
             if invariant:
                 ops.product_in_any_batch(*arguments, fp8)
             else:
-                ops.product((select.fp8 if fp8 else choose)(N, K, M, device, bf16, rank, len(splits)), *arguments)
+                ops.product(choose(N, K, M, device, bf16, rank, len(splits), fp8), *arguments)
     for K in norms:
         x, norm = empty(1, K), empty(K, dtype=torch.float32)
         ops._rms_norm(x, norm, 1e-6)

@@ -7,6 +7,8 @@ with two codes a byte (low nibble first) in `packed` (N, K/2) uint8, `block_scal
 may import nothing but torch and triton.
 """
 
+import functools
+
 import torch
 
 BLOCK_SIZE = 16
@@ -27,8 +29,15 @@ def as_e4m3(block_scale: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """uint8 codes (sign << 3 | index) -> values."""
-    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device, dtype=dtype)
-    return table[codes.int()]
+    table = _kept_table if codes.is_cuda else _e2m1_table  # a CUDA graph must not copy from the host
+    return table(codes.device, dtype)[codes.int()]
+
+
+def _e2m1_table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=device, dtype=dtype)
+
+
+_kept_table = functools.cache(_e2m1_table)
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -130,7 +139,11 @@ def linear(
 
 
 def linear_backward(
-    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, compute="w4a16"
+    dy: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    compute: str = "w4a16",
 ) -> torch.Tensor:
     """dy (..., N) -> dx (..., K) = dy W. "w4a8" quantizes each row of dy, times 8 / global_scale where that has a number per row of W."""
     if compute == "w4a8":

@@ -209,9 +209,12 @@ def forget_measured() -> None:
     explain.cache_clear()
 
 
+DENSE_FP8 = {"kernel": "dense", "pieces": 1, "fp8": True}
+
+
 @functools.lru_cache(maxsize=4096)
 def explain(
-    N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1
+    N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1, fp8: bool = False
 ) -> tuple[dict, str]:
     """The configuration for y (M, N) = x (M, K) W^T, and where it is from: measured by the user, the table of which device, the cost
     model, or the heuristic.
@@ -219,6 +222,13 @@ def explain(
     bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon). `rank` of the adapter, 0: none. `shards`, each
     with an adapter of this rank, on how many the rows of A depend.
     """
+    if fp8:
+        _, sms, capability = device_properties(device_index)
+        if not bf16 or capability[0] != 9 or cost.SIZES[-1] < M:
+            return DENSE_FP8, "W4A8"
+        timed = cost.fastest_timed(N, K, M, sms, rank * shards, fp8=True)
+        priced = cost.cheapest(N, K, M, sms, rank * shards, fp8=True)
+        return (timed[0] if timed else priced or DENSE_FP8), "W4A8"
     if bf16:
         found = measured_for(device_index).entries.get((N, K, measured.padded(rank), measured.covering(M)))
         if found is not None and (cost.WIDE_ALLOWED or found["kernel"] != "wide"):
@@ -270,18 +280,6 @@ def shipped(
     return found or without_gluon(N, K, M, device_index), "heuristic"
 
 
-DENSE_FP8 = {"kernel": "dense", "pieces": 1, "fp8": True}
-
-
-def fp8(N: int, K: int, M: int, device_index: int | None, gluon: bool, rank: int = 0, shards: int = 1) -> dict:
-    """The configuration of W4A8: what the cost model finds cheapest on Hopper; elsewhere, and for more tokens, cuBLAS."""
-    _, sms, capability = device_properties(device_index)
-    if not gluon or capability[0] != 9 or cost.SIZES[-1] < M:
-        return DENSE_FP8
-    timed = cost.fastest_timed(N, K, M, sms, rank * shards, fp8=True)
-    return timed[0] if timed else cost.cheapest(N, K, M, sms, rank * shards, fp8=True) or DENSE_FP8
-
-
 # --- batch-invariant -----------------------------------------------------------------------------------------------------------------
 
 INVARIANT_TOKENS = 1024  # more are computed in pieces, which changes no bit here
@@ -328,9 +326,11 @@ def batch_invariant(
     return [*found, config | {"NS": next(stages, 1)}]
 
 
-def choose(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1) -> dict:
+def choose(
+    N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1, fp8: bool = False
+) -> dict:
     """The configuration for y (M, N) = x (M, K) W^T, with an adapter of this rank (0: none) on each of so many shards."""
-    return explain(N, K, M, device_index, bf16, rank, shards)[0]
+    return explain(N, K, M, device_index, bf16, rank, shards, fp8)[0]
 
 
 def without_gluon(N: int, K: int, M: int, device_index: int | None) -> dict:

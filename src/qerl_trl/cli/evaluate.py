@@ -32,8 +32,9 @@ def evaluate(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: 4096; of a task the run's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     compute: Annotated[
-        Literal["w4a16", "w4a8"], typer.Option(help="Products of NVFP4 layers; w4a8: in FP8.")
-    ] = "w4a16",
+        Literal["w4a16", "w4a8"] | None,
+        typer.Option(help="Products of NVFP4 layers; default: the run's."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
     as_json: AsJson = False,
 ) -> None:
@@ -53,6 +54,7 @@ def evaluate(
     said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
     output = _output_file(output, folder, name, limit)
+    compute = compute or (settings.get("options") or {}).get("compute") or "w4a16"
     asked = model, adapter, measured, chosen, seed, compute
     generate, weights = _in_vllm(*asked) if engine == "vllm" else _in_transformers(*asked, batch_size)
     of_task = (measured.verdicts, measured.answer_format) if measured is not None else ()

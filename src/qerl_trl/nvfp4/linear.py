@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .checkpoints import LAYOUTS
-from .format import BLOCK_SIZE, FP8_DIVISOR, NVFP4Tensor, decode_fp8, dequantize, quantize, quantize_fp8
+from .format import BLOCK_SIZE, COMPUTES, FP8_DIVISOR, NVFP4Tensor, decode_fp8, dequantize, quantize, quantize_fp8
 from .view import DecodedWeight, read
 
 #: parameters of a layer's weight, in the order of `NVFP4Tensor`, with their names on disk
@@ -155,7 +155,7 @@ def _fp8_product(
     `transpose`; scale float32 (M,), factor float32 (N,)."""
     kernels = _pick(x8.device, torch.bfloat16, implementation)
     w8 = (decode_fp8 if kernels is None else kernels.dequantize_fp8)(_stacked(packed), _stacked(block_scale), transpose)
-    if has_fp8(x8.device) and dtype != torch.float32 and not (w8.shape[0] % 16 or w8.shape[1] % 16):
+    if has_fp8(x8.device) and dtype in _KERNEL_DTYPES and not (w8.shape[0] % 16 or w8.shape[1] % 16):
         scales = scale.unsqueeze(1), factor.unsqueeze(0)
         # by rows it returns bfloat16 only; it adds up as the rollout's kernel does, in the tensor cores
         return torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
@@ -197,6 +197,11 @@ def fp8_backward(
 ) -> torch.Tensor:
     """Compute dx (M, K) from the gradient of [`fp8_forward`], dy (M, N); dy times the rows' factors is rounded once."""
     K, dtype = packed[0].shape[1] * 2, dy.dtype
+    kernels = None if torch.compiler.is_compiling() else _pick(dy.device, dy.dtype, implementation)
+    if kernels is not None:
+        divisors = [g.expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)]
+        divisor = global_scale[0] if len(divisors) == 1 else torch.cat(divisors)
+        return kernels.linear_backward(dy, _stacked(packed), _stacked(block_scale), divisor, compute="w4a8")
     if len(global_scale) == 1 and global_scale[0].numel() == 1:
         factor = (FP8_DIVISOR / global_scale[0]).expand(K).contiguous()
     else:
@@ -332,6 +337,7 @@ def linear(
     raises if there is none (except under torch.compile, where the device is unknown); "decode", the decoding kernel,
     then cuBLAS; or "reference". `compute`: "w4a16", or "w4a8" for operands in FP8.
     """
+    assert compute in COMPUTES, compute
     if torch.compiler.is_compiling():
         return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation, compute)
     # as a matrix: the result must not be a view, or autograd refuses to add to it in place
@@ -510,6 +516,7 @@ def has_nvfp4(model: nn.Module) -> bool:
 
 def set_compute(model: nn.Module, compute: str) -> None:
     """Let the packed layers of a model compute in "w4a16" or "w4a8"."""
+    assert compute in COMPUTES, compute
     for module in model.modules():
         if isinstance(module, NVFP4Linear):
             module.compute = compute

@@ -37,10 +37,11 @@ def check_options(args: Any) -> None:
             f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot "
             "work: only NVFP4 in vLLM has such kernels. Pass use_vllm=True, base_format='nvfp4', or leave it out."
         )
-    if args.compute != "w4a16" and args.base_format != "nvfp4":
+    # tensor-parallel ranks would each scale their own slice of a token, unlike the trainer
+    if args.compute != "w4a16" and (args.base_format != "nvfp4" or args.vllm_tensor_parallel_size > 1):
         raise ValueError(
-            f"compute={args.compute!r} with base_format={args.base_format!r} cannot work: only NVFP4 layers compute in "
-            "FP8. Pass base_format='nvfp4', or leave compute out."
+            f"compute={args.compute!r} with base_format={args.base_format!r} and vllm_tensor_parallel_size="
+            f"{args.vllm_tensor_parallel_size} cannot work. Pass 'nvfp4' and size 1, or leave compute out."
         )
     if not args.use_vllm:
         return
