@@ -117,33 +117,33 @@ def test_a_launch_compiles_nothing(h200, compilations):
     assert not compilations, "found in memory"
 
 
-def variants(weight, tokens, batch_invariant: bool) -> set:
+def variants(weight, tokens, invariant: bool, fp8: bool) -> set:
     """Triton's keys of the kernels for these numbers of tokens; nothing is compiled."""
     collector = precompile._Collector()
     with triton.AsyncCompileMode(collector, ignore_errors=True) as mode:
         with launch.only_compile():
-            precompile._launch_all([weight], tokens, [], BF16, 0, batch_invariant)
+            precompile._launch_all([weight], tokens, [], BF16, 0, invariant, fp8)
         collector.cancel()
     return set(mode.future_kernels)
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    "gpu,batch_invariant",
+    "gpu,how",
     [
-        (("NVIDIA H200", 132, (9, 0)), False),
-        (("NVIDIA H200", 132, (9, 0)), True),
-        (("an H100", 114, (9, 0)), False),
-        (("an RTX", 128, (8, 9)), False),
+        (("NVIDIA H200", 132, (9, 0)), (False, False)),
+        (("NVIDIA H200", 132, (9, 0)), (True, False)),
+        (("an H100", 114, (9, 0)), (False, False)),
+        (("an RTX", 128, (8, 9)), (False, False)),
     ],
     ids=["H200", "H200 invariant", "H100", "RTX"],
 )
-def test_no_other_number_of_tokens_runs_another_kernel(h200, pretend, monkeypatch, gpu, batch_invariant):
+def test_no_other_number_of_tokens_runs_another_kernel(h200, pretend, monkeypatch, gpu, how):
     monkeypatch.setattr(cost, "factors", functools.cache(lambda: json.loads(cost.FACTORS.read_text())["factors"]))
     pretend(*gpu)
     weight = Weight(4608, 3584, (3584, 512, 512), 32, bias=True)
-    ahead = variants(weight, precompile.TOKENS, batch_invariant)
-    assert len(ahead) > 4 and variants(weight, [*range(1, 1025, 11), 1500, 5000], batch_invariant) <= ahead
+    ahead = variants(weight, precompile.TOKENS, *how)
+    assert len(ahead) > 4 and variants(weight, [*range(1, 1025, 11), 1500, 5000], *how) <= ahead
 
 
 @pytest.mark.compiled
