@@ -108,9 +108,9 @@ def test_it_trains_without_a_warning_and_is_reloaded(quantized, tmp_path, monkey
     base = loaded(quantized)
     untrained = logits(base, quantized)
     trained = logits(PeftModel.from_pretrained(base, folder), folder)
-    moved = distance(trained, untrained)
-    assert moved > 0
-    for form, most, options in (("bf16", moved / 2, ()), ("nvfp4", 1, ("--force",))):  # rounding hides two steps
+    assert distance(trained, untrained) > 0
+    for form, options in (("bf16", ()), ("nvfp4", ("--force",))):  # rounding to NVFP4 hides two steps
         code, _, said = call("merge", folder, tmp_path / form, "--as", form, *options)
         assert code == 0, said
-        assert distance(trained, logits(loaded(tmp_path / form), tmp_path / form)) < most
+        merged = logits(loaded(tmp_path / form), tmp_path / form)
+        assert distance(trained, merged) < (distance(untrained, merged) if form == "bf16" else 1)
