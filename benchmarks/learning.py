@@ -2,13 +2,13 @@
 
     python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2   # {bf16, NVFP4} x {noise off, on}, by `qerl-trl arms`
     python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
+    python benchmarks/learning.py demo --seeds 42 43 44 --compute w4a8
     python benchmarks/learning.py examples --only grid_game     # rows of the others are kept; minutes each
     python benchmarks/learning.py real [--record]               # `make demo-real`: a real model learns products
 
-Each writes one file in results/ (`real` only with --record). The seed sets the adapter's initial values, the order of
-the problems, sampling and noise. `demo` does not retrain a finished run. `--note` describes the machine's other load.
-`real` also evaluates the untrained bf16 model, to separate learning from repair of the rounding to 4 bits. The model
-comes from a package (examples/assets/real_model.py); for the Hub's: `qerl-trl train --config smollm2`.
+Each writes a file in results/ (`real` with --record). The seed sets adapter, order of problems, sampling and noise.
+`demo` does not retrain a finished run. `--note`: the machine's other load. `real` also evaluates the untrained bf16
+model; its weights come from a package (for the Hub's: `qerl-trl train --config smollm2`).
 """
 
 import argparse
@@ -116,28 +116,27 @@ def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 
 
 def demo(args: argparse.Namespace) -> None:
-    subprocess.run(["make", "demo"], cwd=ROOT, check=True)
-    folders = [DEMO]
+    name, more = ("", []) if args.compute == "w4a16" else ("w4a8-", ["--compute", args.compute])
+    folders = [] if more else [DEMO]
+    if not more:
+        subprocess.run(["make", "demo"], cwd=ROOT, check=True)
     for seed in args.seeds:
-        folders.append(ROOT / "runs" / f"embedded-{seed}")
-        options = ["--config", CONFIG, "--seed", str(seed), "--output_dir", str(folders[-1].relative_to(ROOT))]
+        folders.append(ROOT / "runs" / f"embedded-{name}{seed}")
+        options = ["--config", CONFIG, "--seed", str(seed), "--output_dir", str(folders[-1].relative_to(ROOT)), *more]
         subprocess.run([*shlex.split(LAUNCH), *options], cwd=ROOT, check=True)
-    common.save(demo_record(folders, (common.commit() or "unknown")[:7], args.note), DEMO_RESULT)
+    out = RESULTS / f"demo{'_w4a8' * bool(more)}.json"
+    common.save(demo_record(folders, (common.commit() or "unknown")[:7], args.note), out)
 
 
 def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
-    """Record of finished runs; ValueError if two have the same seed."""
+    """Record of finished runs."""
     runs = [of_run(folder) for folder in folders]
     for folder, found in zip(folders, runs, strict=True):
         found["settings"]["model"] = found["settings"]["model"].removeprefix(f"{ROOT}/")
         found["log_history"] = curves(found["log_history"], "seconds/", "rollout/")
         if folder.name == DEMO.name:
             found["command"] = "make demo"
-    seeds = [found["seed"] for found in runs]
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"{', '.join(map(str, folders))} have the seeds {seeds}: name each run once.")
-    number = {2: "two", 3: "three", 4: "four", 5: "five"}.get(len(runs), str(len(runs)))
-    what = f"The embedded default with {number} seeds" if len(runs) > 1 else "The embedded default"
+    what = "The embedded default" + (f" with {len(runs)} seeds" if len(runs) > 1 else "")
     return {"what": what, "commit": commit, "note": note, "runs": runs}
 
 
@@ -259,6 +258,7 @@ def main() -> None:
     add["arms"]("--threads", type=int, default=2, help="CPU threads per run")
     add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="in addition to make demo's")
     add["examples"]("--only", nargs="+", choices=EXAMPLES, default=EXAMPLES)
+    add["demo"]("--compute", default="w4a16", choices=("w4a16", "w4a8"))
     for name in ("demo", "examples"):
         add[name]("--note", default="", help="other load of the machine")
     add["real"]("--gguf", type=Path, help="Instead of the package's file.")
