@@ -223,20 +223,19 @@ def real(args: argparse.Namespace) -> None:
 
     if REAL_RESULT.is_file():
         known = json.loads(REAL_RESULT.read_text())
-        minutes = f"{known['cpu_seconds'] / 60:.0f} minutes of one core ({known['run']['device']})"
-        print(f"This takes about {minutes}.", flush=True)
+        print(f"This takes about {known['cpu_seconds'] / 60:.0f} minutes of one core ({known['run']['device']}).")
     begun, commit, gguf = time.monotonic(), common.commit(), args.gguf or real_model.gguf_file()
     model, untrained = str(real_model.folder_of(gguf)), RUN.with_name("products-bf16.json")
     untrained.parent.mkdir(exist_ok=True)
     longest = contents(config_file("smollm2"))["max_completion_length"]
     task = ("--task", "products", "--max-new-tokens", str(longest))
     started("-m", "qerl_trl.cli.main", "eval", model, *task, "--output", str(untrained))
-    started("examples/grpo_gsm8k.py", "--config", "smollm2", "--model_name_or_path", model)
+    started("examples/grpo_gsm8k.py", "--config", "smollm2", "--model_name_or_path", model, "--compute", args.compute)
     run, bf16 = of_run(RUN), json.loads(untrained.read_text())
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     of = ("task", "steps", "train_seconds", "seed", "decoding", "arm", "device", "versions")
     record = {
-        "command": "make demo-real", "commit": commit,
+        "command": "make demo-real", "commit": commit, "compute": args.compute,
         "gguf": {"file": gguf.name, "sha256": real_model.sha256(gguf)},
         "seconds": time.monotonic() - begun, "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "untrained_bf16": {name: bf16[name] for name in ("correct", "total", "accuracy", "interval95")},
@@ -244,7 +243,7 @@ def real(args: argparse.Namespace) -> None:
         "run": {name: run[name] for name in of} | {"log_history": curves(run["log_history"])},
     }  # fmt: skip
     print(f"\n{real_table(record)}")
-    common.save(record, REAL_RESULT if args.record else None)
+    common.save(record, RESULTS / f"demo_real{'_w4a8' * (args.compute == 'w4a8')}.json" if args.record else None)
 
 
 def main() -> None:
@@ -254,11 +253,12 @@ def main() -> None:
         commands.add_parser(function.__name__).set_defaults(run=function)
     add = {name: command.add_argument for name, command in commands.choices.items()}
     add["arms"]("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add["arms"]("--jobs", type=int, default=1, help="runs at a time")
-    add["arms"]("--threads", type=int, default=2, help="CPU threads per run")
+    for name, default, what in (("--jobs", 1, "runs at a time"), ("--threads", 2, "CPU threads per run")):
+        add["arms"](name, type=int, default=default, help=what)
     add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="in addition to make demo's")
     add["examples"]("--only", nargs="+", choices=EXAMPLES, default=EXAMPLES)
-    add["demo"]("--compute", default="w4a16", choices=("w4a16", "w4a8"))
+    for name in ("demo", "real"):
+        add[name]("--compute", default="w4a16", choices=("w4a16", "w4a8"))
     for name in ("demo", "examples"):
         add[name]("--note", default="", help="other load of the machine")
     add["real"]("--gguf", type=Path, help="Instead of the package's file.")
