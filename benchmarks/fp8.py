@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
-from qerl_trl.nvfp4.linear import NVFP4Linear
+from qerl_trl.nvfp4.linear import set_compute
 from qerl_trl.update import lora_linear
 
 RANK = 32
@@ -48,9 +48,8 @@ def policy(folder: str, device: str, packed: bool) -> nn.Module:
 
 def gradients(model: nn.Module, ids: torch.Tensor, compute: str | None = None) -> dict[str, torch.Tensor]:
     """Gradients of the adapter's tensors, float32, for token ids (B, T)."""
-    for layer in model.modules():
-        if isinstance(layer, NVFP4Linear):
-            layer.compute = compute
+    if compute is not None:
+        set_compute(model, compute)
     model.zero_grad(set_to_none=True)
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids).logits[:, :-1]

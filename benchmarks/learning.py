@@ -235,7 +235,8 @@ def real(args: argparse.Namespace) -> None:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     of = ("task", "steps", "train_seconds", "seed", "decoding", "arm", "device", "versions")
     record = {
-        "command": "make demo-real", "commit": commit, "compute": args.compute,
+        "command": "make demo-real" if args.compute == "w4a16" else f"learning.py real --compute {args.compute}",
+        "commit": commit, "compute": args.compute,
         "gguf": {"file": gguf.name, "sha256": real_model.sha256(gguf)},
         "seconds": time.monotonic() - begun, "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "untrained_bf16": {name: bf16[name] for name in ("correct", "total", "accuracy", "interval95")},

@@ -56,6 +56,8 @@ WIDE = (  # BM, P; stages follow from shared memory
     (272, 2),
     (288, 2),
 )
+# of these, tiles whose sums leave the warps that would compute x A^T beside them no registers: it is computed before
+BEFORE = ((208, 3), (272, 2), (288, 2))
 FP8 = (  # BM, P, S, X of W4A8, from one sequence on; X = 0: x comes with the words
     (16, 2, 6, 0),
     (32, 2, 5, 0),
@@ -68,8 +70,6 @@ FP8 = (  # BM, P, S, X of W4A8, from one sequence on; X = 0: x comes with the wo
     (192, 2, 3, 5),
     (256, 2, 3, 4),
 )
-# of these, tiles whose sums leave the warps that would compute x A^T beside them no registers: it is computed before
-BEFORE = ((208, 3), (272, 2), (288, 2))
 # Tiles of so many tokens are also worth a try with x in its natural order, whose decoding takes half as many instructions more: by machine
 # code they fill at most 0.7 of the cycles of the matrix units there, and more than 0.9 with 112 tokens and fewer
 NATURAL = 128

@@ -697,8 +697,7 @@ def quantize_fp8_into(x, x8, scale, ordered: bool = False, factor=None) -> None:
 
     def start() -> None:
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            pdl = _on_gpu(x) and device_properties(x.device.index)[2][0] >= 9
-            quantize_rows(x, x8.view(torch.uint8), scale, ordered, factor, pdl)
+            quantize_rows(x, x8.view(torch.uint8), scale, ordered, factor, _pdl(x)["PDL"])
 
     done = False
     if _converts_fp8(x) and x.dtype in _HALF:

@@ -174,6 +174,11 @@ def _quantized(x: torch.Tensor, implementation: str) -> tuple[torch.Tensor, torc
     return quantize_fp8(x) if kernels is None else kernels.quantize_fp8(x)
 
 
+def _of_rows(packed: Sequence[torch.Tensor], global_scale: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the divisor of each row of stacked matrices, (N,)."""
+    return torch.cat([g.expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)])
+
+
 def fp8_forward(
     x: torch.Tensor,
     packed: Sequence[torch.Tensor],
@@ -182,7 +187,7 @@ def fp8_forward(
     implementation: str = "auto",
 ) -> torch.Tensor:
     """Compute x (M, K) times all packed matrices, (M, N) in x's dtype, with FP8 operands; x is rounded once."""
-    factor = torch.cat([(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)])
+    factor = FP8_DIVISOR / _of_rows(packed, global_scale)
     return _fp8_product(
         *_quantized(x, implementation), list(packed), list(block_scale), factor, x.dtype, implementation, False
     )
@@ -199,14 +204,13 @@ def fp8_backward(
     K, dtype = packed[0].shape[1] * 2, dy.dtype
     kernels = None if torch.compiler.is_compiling() else _pick(dy.device, dy.dtype, implementation)
     if kernels is not None:
-        divisors = [g.expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)]
-        divisor = global_scale[0] if len(divisors) == 1 else torch.cat(divisors)
+        divisor = global_scale[0] if len(packed) == 1 else _of_rows(packed, global_scale)
         return kernels.linear_backward(dy, _stacked(packed), _stacked(block_scale), divisor, compute="w4a8")
     if len(global_scale) == 1 and global_scale[0].numel() == 1:
         factor = (FP8_DIVISOR / global_scale[0]).expand(K).contiguous()
     else:
-        rows = [(FP8_DIVISOR / g).expand(p.shape[0]) for p, g in zip(packed, global_scale, strict=True)]
-        dy, factor = dy.to(torch.float32) * torch.cat(rows), rows[0].new_ones(K)
+        rows = FP8_DIVISOR / _of_rows(packed, global_scale)
+        dy, factor = dy.to(torch.float32) * rows, rows.new_ones(K)
     return _fp8_product(
         *_quantized(dy, implementation), list(packed), list(block_scale), factor, dtype, implementation, True
     )
