@@ -58,6 +58,7 @@ swizzled scale layout for Blackwell tensor cores, no gradient with respect to th
 Shape suffixes: M tokens, N output rows, K input columns, B = K/16 blocks of a row, R rows of a chunk.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -326,16 +327,24 @@ def _pair_values(device: torch.device) -> torch.Tensor:
 # --- FP8 operands -----------------------------------------------------------------------------------------------------
 
 
-def quantize_fp8(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round activations (M, K) to float8_e4m3fn, one scale per row; returns (x8 (M, K), scale float32 (M,))."""
-    if torch.compiler.is_compiling() and x_MK.itemsize == 2:
-        # the compiler fuses x's producer in float32; its bits force the rounding to 16 bits, as the adapter sees it
-        x_MK = (x_MK.view(torch.int16) | 0).view(x_MK.dtype)
-    x_MK = x_MK.to(torch.float32)
-    amax_M1 = x_MK.abs().amax(-1, keepdim=True).clamp(min=_LEAST_AMAX)
+def quantize_fp8(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round activations (M, K), in one or more blocks of columns, to float8_e4m3fn with one scale per row.
+
+    Returns (x8 (M, K), scale float32 (M,)).
+    """
+    floats = [part.to(torch.float32) for part in parts]
+    amax_M1 = functools.reduce(torch.maximum, (part.abs().amax(-1, keepdim=True) for part in floats))
+    amax_M1 = amax_M1.clamp(min=_LEAST_AMAX)
     top = torch.full_like(amax_M1, E4M3_MAX)  # a number's reciprocal would be rounded first
-    x8_MK = (x_MK * (top / amax_M1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return x8_MK, (amax_M1 / top).squeeze(-1)
+    x8 = [(part * (top / amax_M1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn) for part in floats]
+    joined = torch.cat([part.view(torch.uint8) for part in x8], -1)  # which takes no FP8
+    return joined.view(torch.float8_e4m3fn), (amax_M1 / top).squeeze(-1)
+
+
+def as_rounded(x: torch.Tensor) -> torch.Tensor:
+    """Return x; compiled code fuses a float32 producer with a 16-bit x, and the use of its bits forces the rounding."""
+    compiling = torch.compiler.is_compiling() and x.itemsize == 2
+    return (x.view(torch.int16) | 0).view(x.dtype) if compiling else x
 
 
 @torch.no_grad()

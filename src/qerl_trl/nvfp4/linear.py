@@ -28,7 +28,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from .checkpoints import LAYOUTS
-from .format import BLOCK_SIZE, COMPUTES, FP8_DIVISOR, NVFP4Tensor, decode_fp8, dequantize, quantize, quantize_fp8
+from .format import (
+    BLOCK_SIZE,
+    COMPUTES,
+    FP8_DIVISOR,
+    NVFP4Tensor,
+    as_rounded,
+    decode_fp8,
+    dequantize,
+    quantize,
+    quantize_fp8,
+)
 from .view import DecodedWeight, read
 
 #: parameters of a layer's weight, in the order of `NVFP4Tensor`, with their names on disk
@@ -139,7 +149,8 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(part.shape[0] for part in parts), first.shape[1]), first.stride())
 
 
-# Opaque to the compiler, so the dense weight is scratch in the forward and the backward pass.
+# Opaque to the compiler, so the dense weight is scratch in the forward and the backward pass, and the adapter is added
+# in place: torch.addmm in compiled code copies the whole output first.
 @torch.library.custom_op("qerl_trl::fp8_product", mutates_args=())
 def _fp8_product(
     x8: torch.Tensor,
@@ -147,31 +158,38 @@ def _fp8_product(
     packed: list[torch.Tensor],
     block_scale: list[torch.Tensor],
     factor: torch.Tensor,
-    dtype: torch.dtype,
+    down: torch.Tensor,
+    up: list[torch.Tensor],
     implementation: str,
     transpose: bool,
 ) -> torch.Tensor:
-    """Compute (x8 w8^T) * factor * scale in `dtype`: x8 (M, K) and the decoded, stacked w8 (N, K) in E4M3, or w8^T with
-    `transpose`; scale float32 (M,), factor float32 (N,)."""
-    kernels = _pick(x8.device, torch.bfloat16, implementation)
+    """Compute (x8 w8^T) * factor * scale + adapter in `down`'s dtype: x8 (M, K) and the decoded, stacked w8 (N, K) in
+    E4M3, or w8^T with `transpose`; scale float32 (M,), factor float32 (N,). Columns i of `down` (M, R) times up_i
+    (R_i, N_i) are added to columns i of the product."""
+    kernels, dtype = _pick(x8.device, torch.bfloat16, implementation), down.dtype
     w8 = (decode_fp8 if kernels is None else kernels.dequantize_fp8)(_stacked(packed), _stacked(block_scale), transpose)
-    if has_fp8(x8.device) and dtype in _KERNEL_DTYPES and not (w8.shape[0] % 16 or w8.shape[1] % 16):
-        scales = scale.unsqueeze(1), factor.unsqueeze(0)
-        # by rows it returns bfloat16 only; it adds up as the rollout's kernel does, in the tensor cores
-        return torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
     with torch.autocast(x8.device.type, enabled=False):  # its cast would round the sums
-        return F.linear(x8.float(), w8.float()).mul_(factor).mul_(scale.unsqueeze(1)).to(dtype)
+        if has_fp8(x8.device) and dtype in _KERNEL_DTYPES and not (w8.shape[0] % 16 or w8.shape[1] % 16):
+            scales = scale.unsqueeze(1), factor.unsqueeze(0)
+            # by rows it returns bfloat16 only; it adds up as the rollout's kernel does, in the tensor cores
+            y = torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
+        else:
+            y = F.linear(x8.float(), w8.float()).mul_(factor).mul_(scale.unsqueeze(1)).to(dtype)
+        rows, columns = ([part.shape[dim] for part in up] for dim in (0, 1))
+        for part, left, right in zip(y.split(columns, 1), down.split(rows, 1), up, strict=True) if up else ():
+            part.addmm_(left, right)
+    return y
 
 
 @_fp8_product.register_fake
-def _(x8, scale, packed, block_scale, factor, dtype, implementation, transpose):
-    return x8.new_empty(x8.shape[0], factor.shape[0], dtype=dtype)
+def _(x8, scale, packed, block_scale, factor, down, up, implementation, transpose):
+    return down.new_empty(x8.shape[0], factor.shape[0])
 
 
-def _quantized(x: torch.Tensor, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized(parts: Sequence[torch.Tensor], implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """[`quantize_fp8`]; in eager code by one kernel instead of several passes over x, if there is one."""
-    kernels = None if torch.compiler.is_compiling() else _pick(x.device, x.dtype, implementation)
-    return quantize_fp8(x) if kernels is None else kernels.quantize_fp8(x)
+    kernels = None if torch.compiler.is_compiling() else _pick(parts[0].device, parts[0].dtype, implementation)
+    return quantize_fp8(*parts) if kernels is None else kernels.quantize_fp8(*parts)
 
 
 def _of_rows(packed: Sequence[torch.Tensor], global_scale: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -185,34 +203,47 @@ def fp8_forward(
     block_scale: Sequence[torch.Tensor],
     global_scale: Sequence[torch.Tensor],
     implementation: str = "auto",
+    adapter: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
 ) -> torch.Tensor:
-    """Compute x (M, K) times all packed matrices, (M, N) in x's dtype, with FP8 operands; x is rounded once."""
-    factor = FP8_DIVISOR / _of_rows(packed, global_scale)
+    """Compute x (M, K) times all packed matrices, (M, N) in x's dtype, with FP8 operands; x is rounded once.
+
+    `adapter`: (t (M, R), [B_i^T (R_i, N_i), ...]), added by shards.
+    """
+    factor, (down, up) = FP8_DIVISOR / _of_rows(packed, global_scale), adapter or (x[:, :0], [])
     return _fp8_product(
-        *_quantized(x, implementation), list(packed), list(block_scale), factor, x.dtype, implementation, False
-    )
+        *_quantized([as_rounded(x)], implementation), list(packed), list(block_scale), factor, down, up, implementation,
+        False,
+    )  # fmt: skip
 
 
 def fp8_backward(
-    dy: torch.Tensor,
+    dys: Sequence[torch.Tensor],
     packed: Sequence[torch.Tensor],
     block_scale: Sequence[torch.Tensor],
     global_scale: Sequence[torch.Tensor],
     implementation: str = "auto",
+    adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Compute dx (M, K) from the gradient of [`fp8_forward`], dy (M, N); dy times the rows' factors is rounded once."""
-    K, dtype = packed[0].shape[1] * 2, dy.dtype
-    kernels = None if torch.compiler.is_compiling() else _pick(dy.device, dy.dtype, implementation)
+    """Compute dx (M, K) from gradients dy_i (M, N_i) of [`fp8_forward`]; dy times the rows' factors is rounded once.
+
+    `adapter`: (u (M, R), A (R, K)), added.
+    """
+    K, divisors = packed[0].shape[1] * 2, list(global_scale)
+    kernels = None if torch.compiler.is_compiling() else _pick(dys[0].device, dys[0].dtype, implementation)
     if kernels is not None:
-        divisor = global_scale[0] if len(packed) == 1 else _of_rows(packed, global_scale)
-        return kernels.linear_backward(dy, _stacked(packed), _stacked(block_scale), divisor, compute="w4a8")
-    if len(global_scale) == 1 and global_scale[0].numel() == 1:
-        factor = (FP8_DIVISOR / global_scale[0]).expand(K).contiguous()
+        divisor, dy = divisors[0], dys[0]
+        if len(packed) > 1:
+            divisor, dy = _of_rows(packed, divisors), torch.cat(list(dys), 1)
+        dx = kernels.linear_backward(dy, _stacked(packed), _stacked(block_scale), divisor, compute="w4a8")
+        return dx if adapter is None else dx.addmm_(*adapter)
+    down, up = (dys[0][:, :0], []) if adapter is None else (adapter[0], [adapter[1]])
+    if len(divisors) == 1 and divisors[0].numel() == 1:
+        parts, factor = [as_rounded(dys[0])], (FP8_DIVISOR / divisors[0]).expand(K).contiguous()
     else:
-        rows = FP8_DIVISOR / _of_rows(packed, global_scale)
-        dy, factor = dy.to(torch.float32) * rows, rows.new_ones(K)
+        parts = [as_rounded(dy).to(torch.float32) * (FP8_DIVISOR / g) for dy, g in zip(dys, divisors, strict=True)]
+        factor = divisors[0].new_ones(K)
     return _fp8_product(
-        *_quantized(dy, implementation), list(packed), list(block_scale), factor, dtype, implementation, True
+        *_quantized(parts, implementation), list(packed), list(block_scale), factor, down, up, implementation, True
     )
 
 
@@ -296,7 +327,7 @@ def _forward_w4a8(
 def _backward_w4a8(
     dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, implementation: str
 ) -> torch.Tensor:
-    dx = fp8_backward(dy.reshape(-1, dy.shape[-1]), [packed], [block_scale], [global_scale], implementation)
+    dx = fp8_backward([dy.reshape(-1, dy.shape[-1])], [packed], [block_scale], [global_scale], implementation)
     return dx.view(*dy.shape[:-1], dx.shape[-1])
 
 

@@ -208,13 +208,15 @@ def _packed(weights: Weights) -> tuple[Any, ...]:
 
 
 def _fp8_forward(x, a, b, bias, weights: Weights) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    t, ys = x @ a.t(), fp8_forward(x, *_packed(weights)).split([p.shape[0] for p in b], 1)
-    based = [y if p is None else y + p.to(y.dtype) for y, p in zip(ys, bias, strict=True)]
-    return [torch.addmm(y, t[:, part], p.t()) for y, p, part in zip(based, b, _ranks(b), strict=True)], x, t
+    t, widths = x @ a.t(), [p.shape[0] for p in b]
+    ys = fp8_forward(x, *_packed(weights), adapter=(t, [p.t() for p in b])).split(widths, 1)
+    if len(ys) > 1 and not torch.compiler.is_compiling():
+        ys = [y.clone() for y in ys]  # no views, as in `_forward`
+    return [y if p is None else y + p.to(y.dtype) for y, p in zip(ys, bias, strict=True)], x, t
 
 
 def _fp8_backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
-    return torch.addmm(fp8_backward(_joined(dys, 1), *_packed(weights)), u, a)
+    return fp8_backward(dys, *_packed(weights), adapter=(u, a))
 
 
 class LoraGroup(torch.autograd.Function):
