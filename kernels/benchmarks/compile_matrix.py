@@ -177,12 +177,12 @@ def cases(sm: int, quick: bool):
             natural = (
                 (M, config | {"natural": True}, [rank])
                 for M, config, (rank,) in chosen
-                if cost.can_be_natural(select.with_adapter(config) if rank else config)
+                if cost.can_be_natural(config)
             )
             invariant = [(M, config, [0, 32, 256]) for M, config in invariant]
             fp8 = []
             if bf16 and sm == 90:
-                some = (config for M in tokens for config in cost.candidates_fp8(N, K, M, CARDS[sm][1]))
+                some = (config for M in tokens for config in cost.candidates(N, K, M, CARDS[sm][1], fp8=True))
                 fp8 = [(config.get("BM", 2048), config, [0, 32]) for config in some if config["kernel"] != "dense"]
             for M, config, ranks in (*chosen, *natural, *invariant, *fp8):
                 if M in for_wide and config["kernel"] != "wide":
@@ -191,14 +191,13 @@ def cases(sm: int, quick: bool):
                     variant = ops._variant(config, 0, dtype)
                     ranks = [rank_in_turn(variant, turns[config["kernel"]], sm)]
                 for rank in ranks:
-                    used = select.with_adapter(config) if rank else config
-                    resident = -(-used["grid"] // CARDS[sm][1]) if used["kernel"] == "skinny" else 1
-                    exact = (K, N) if used["kernel"] == "skinny" and not quick else ()  # K and strides are constants
-                    key = (ops._variant(used, rank, dtype), resident, exact)
+                    resident = -(-config["grid"] // CARDS[sm][1]) if config["kernel"] == "skinny" else 1
+                    exact = (K, N) if config["kernel"] == "skinny" and not quick else ()  # K and strides are constants
+                    key = (ops._variant(config, rank, dtype), resident, exact)
                     if key not in done:
                         done.add(key)
                         arguments = (config, N, K, M, shards, rank, dtype)
-                        what = {"N": N, "K": K, "tokens": M, "rank": rank, "dtype": str(dtype)[6:], "config": used}
+                        what = {"N": N, "K": K, "tokens": M, "rank": rank, "dtype": str(dtype)[6:], "config": config}
                         yield what, lambda arguments=arguments: product(*arguments)
     yield {"config": {"kernel": "streams"}}, streams
 

@@ -14,7 +14,7 @@
    layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by cuBLAS
    bf16 without. `glue_us`: without products. `ratio` compares layers, `products` layers less the glue.
 
-`--compute w4a8`: candidates of cost.candidates_fp8 and, as "selected" and in layers (after a check of each product),
+`--compute w4a8`: its own candidates and, as "selected" and in layers (after a check of each product),
 `qerl_nvfp4.linear`; quantizing x is included. `w4a16_us`: the same layers by the shipped kernels, `chosen`.
 `cost_model`: digest of configs/cost_model.json; user measurements of `qerl-trl tune` are ignored. With `--layers-only`
 a failed shipped variant ends the run. A product that fails its check has no time. `--dry-run` runs tiny matrices on a
@@ -44,7 +44,6 @@ from compare import SELECTED, Computed, commit, exact_w4a8, linear_w4a8
 import qerl_nvfp4
 from qerl_nvfp4 import cost, ops, reference, select, timing, tune
 from qerl_nvfp4.launch import forget_scratch
-from qerl_nvfp4.select import with_adapter
 
 CANDIDATE_SIZES = (
     24, 32, 48, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256, 264, 320, 384, 392, 448, 512, 704, 1504,
@@ -81,7 +80,7 @@ def shipped(N: int, K: int, M: int, rows: int) -> dict:
     """Shipped configuration for an adapter with this number of rows of A; ignores user tuning."""
     if not torch.cuda.is_available():
         return {"kernel": "dense", "pieces": 1}
-    return with_adapter(select.shipped(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK)[0])
+    return select.explain(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK, own=False)[0]
 
 
 # --- 1: which variants work -----------------------------------------------------------------------
@@ -139,15 +138,9 @@ def runs(config: dict, good: set[str]) -> bool:
 # --- 2: candidates --------------------------------------------------------------------------------
 
 
-def candidates(N: int, K: int, M: int, compute: str) -> list[dict]:
-    if compute == "w4a16":
-        return cost.candidates(N, K, M, multiprocessors())
-    return [config | {"fp8": True} for config in cost.candidates_fp8(N, K, M, multiprocessors())]
-
-
 def matrix_rows(matrix: Computed, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
     """Microseconds of each correct candidate and of cuBLAS bf16, per size."""
-    rows, (N, K) = [], (matrix.N, matrix.K)
+    rows, (N, K), fp8 = [], (matrix.N, matrix.K), matrix.compute == "w4a8"
     device = matrix.gs.device
     dense = [
         torch.randn(N, K, device=device, dtype=torch.bfloat16) * 0.02
@@ -158,8 +151,8 @@ def matrix_rows(matrix: Computed, name: str, sizes, good: set[str], deadline: fl
         if time.time() > deadline:
             print(f"# time is up before {name} M={M}", flush=True)
             break
-        now = SELECTED if matrix.compute == "w4a8" else shipped(N, K, M, lora_rows)
-        tries = [now, *(c for c in candidates(N, K, M, matrix.compute) if runs(c, good))]
+        now = SELECTED if fp8 else shipped(N, K, M, lora_rows)
+        tries = [now, *(c for c in cost.candidates(N, K, M, multiprocessors(), fp8) if runs(c, good))]
         if M <= 128 and K % 256 and now is not SELECTED:
             tries.append(select.portable_heuristic(N, K, M, multiprocessors(), True))
         tries = list({json.dumps(c, sort_keys=True): c for c in tries}.values())
@@ -365,7 +358,8 @@ def main() -> None:
         write(args.out, result)
 
     matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
-    all_tries = [c for _, _, N, K in matrices for M in sizes for c in candidates(N, K, M, args.compute)]
+    fp8 = args.compute == "w4a8"
+    all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms, fp8)]
     all_tries += [shipped(N, K, M, rows_of(m, N, K)) for m, _, N, K in matrices for M in (*sizes, *layer_sizes)]
     print("#", qerl_nvfp4.describe(), flush=True)
     good, result["variants_left_out"] = usable_variants(all_tries, args.probe_seconds)

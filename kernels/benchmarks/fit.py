@@ -7,8 +7,9 @@
 error, and a largest number of tokens. Slow candidates count less (`NEAR`). Variants were timed on few matrices: factors
 without enough data stay near those of the kernel's other tiles (`FAMILY`), in proportion to a tile's rows, tokens, or
 both. "loss", printed and stored: the chosen candidate relative to the fastest measured one, dropped ones included, for
-all shapes and with each matrix left out of the fit (the figure to judge by). "timed" in the file: the fastest measured
-configuration, where table or model would be slower by more than `GAIN`; sizes with one price use the last run.
+all shapes and with each matrix left out of the fit (the figure to judge by). "entries" in the file (measured.py): the
+fastest measured configuration, where the model's would be slower by more than `GAIN`; sizes with one price use the last
+run. Entries up to 16 tokens of W4A16, and without an adapter, stay: an earlier tuner timed them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
-from qerl_nvfp4 import cost, select
+from qerl_nvfp4 import cost, measured
 
 TOLERANCE = 0.002  # allowed mean loss from dropping variants
 AT_ANY_SIZE = 0.003  # the same at any single token count
@@ -84,7 +85,7 @@ def not_negative(samples: list[Sample], near: dict[str, float] | None = None) ->
 
 def known(config: dict) -> bool:
     """Whether the model has a price for the configuration."""
-    return config["kernel"] in ("wgmma", "wide", "dense") and config.get("tasks", True) in (True, False)
+    return config["kernel"] in ("wgmma", "wide", "dense")
 
 
 def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[str]:
@@ -171,7 +172,6 @@ def factors_of(rows: list[dict], sms: int) -> dict[str, dict[str, float]]:
 
 def complete(config: dict, M: int) -> dict:
     """Configuration as launched with an adapter."""
-    config = {name: value for name, value in select.with_adapter(config).items() if name != "lora"}
     return config | {"tasks": cost.beside(config, M)} if config["kernel"] in ("wgmma", "wide") else config
 
 
@@ -194,11 +194,8 @@ def latest(rows: list[dict]) -> list[dict]:
     return [r for (*matrix, M), r in of_each.items() if r.get("commit") == last[(*matrix, size[M])]]
 
 
-def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> list[dict]:
-    """Timed configurations faster by more than `GAIN` than the choice without timings; `table`: select.load_table's.
-
-    Token counts with one price get one configuration.
-    """
+def faster_than_chosen(rows: list[dict], sms: int, model: dict) -> list[dict]:
+    """Entries: timed configurations faster by more than `GAIN` than the model's. Token counts with one price get one."""
     places: dict[tuple[int, int, int, int], list[dict]] = {}
     for row in latest(rows):
         row = row | {"candidates": kept(row, model)}
@@ -206,17 +203,21 @@ def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> 
             places.setdefault((row["N"], row["K"], row["rows"], size), []).append(row)
     found = []
     for (N, K, of_a, size), some in sorted(places.items()):
-        chosen = []
-        for row in some:
-            tuned = table.get((N, K, select.bucket_of(row["M"])))
-            as_fp8 = cost.cheapest(N, K, row["M"], sms, of_a, model=model, fp8=True) if fp8(row) else None
-            chosen.append(as_fp8 or select.by_price(N, K, row["M"], sms, of_a, tuned, model))
-        now = max(math.inf if c is None else slower(c, [row]) for c, row in zip(chosen, some, strict=True))
+        chosen = cost.cheapest(N, K, size, sms, of_a, model, fp8(some[0]))
+        now = math.inf if chosen is None else slower(chosen, some)
         timed = [complete(c["config"], size) for c in some[0]["candidates"]]
         best = min(timed, key=lambda config: slower(config, some))
         if now > GAIN and slower(best, some) < now:
-            found.append({"N": N, "K": K, "rows": of_a, "size": size, "config": best})
+            below = max((s for s in (16, *cost.SIZES) if s < size), default=0)
+            tokens = range(below + measured.STEP, size + 1, measured.STEP)
+            found += [{"N": N, "K": K, "rank": measured.SHIPPED_RANK, "tokens": M, "config": best} for M in tokens]
     return found
+
+
+def replaced(entry: dict, mine: bool) -> bool:
+    """Whether a fit of W4A8 (`mine`), or of W4A16, makes this entry."""
+    of_w4a8 = entry["config"].get("fp8", False)
+    return of_w4a8 == mine and entry["rank"] > 0 and (mine or entry["tokens"] > 16)
 
 
 def fp8(row: dict) -> bool:
@@ -324,7 +325,6 @@ def main() -> None:
     whole = joined([json.loads(path.read_text()) for path in args.files])
     rows, sms = whole["matrices"], whole["multiprocessors"]
     model, found = fit(rows, sms)
-    table = select.load_table(whole["device"], sms)
     for name, value in found.items():
         print(name, value)
     for loss, row, chosen in sorted(losses(rows, sms, model), key=lambda f: -f[0])[:12]:
@@ -332,13 +332,12 @@ def main() -> None:
     if args.write:
         old, mine = json.loads(cost.FACTORS.read_text()), fp8(rows[0])  # the other arithmetic's part stays
         head = {k: whole[k] for k in (*OF_A_RUN, "more") if k in whole} | {"quality": found}
-        head = {k: v for k, v in old.items() if k not in ("factors", "timed")} | {"w4a8": head} if mine else head
+        head = {k: v for k, v in old.items() if k not in ("factors", "entries")} | {"w4a8": head} if mine else head
         model |= {name: factors for name, factors in old["factors"].items() if ("fp8=1" in name) != mine}
-        entries = [e for e in old["timed"] if e["config"].get("fp8", False) != mine]
-        entries += faster_than_chosen(rows, sms, model, table)
+        entries = [e for e in old["entries"] if not replaced(e, mine)] + faster_than_chosen(rows, sms, model)
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(factors)}" for name, factors in sorted(model.items()))
-        timed = ",\n".join("  " + json.dumps(entry) for entry in entries)
-        text = f'{json.dumps(head)[:-1]}, "factors": {{\n{lines}\n}}, "timed": [\n{timed}\n]}}\n'
+        some = ",\n".join("  " + json.dumps(entry) for entry in entries)
+        text = f'{json.dumps(head)[:-1]}, "factors": {{\n{lines}\n}}, "entries": [\n{some}\n]}}\n'
         temporary = cost.FACTORS.with_suffix(".tmp")
         temporary.write_text(text)
         os.replace(temporary, cost.FACTORS)

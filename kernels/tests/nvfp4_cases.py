@@ -1,6 +1,7 @@
 """Random problems for the kernel tests, and a process with Triton's compiler."""
 
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -156,6 +157,23 @@ def leftovers() -> list[str]:
             at = wrong.flatten().nonzero()[:4].flatten().tolist()
             found.append(f"{name} of {'graphs' if place == -1 else 'a stream'} at {at}")
     return found
+
+
+def launchable(config: dict, N: int, K: int, M: int, sms: int, shared_memory: int = 227 * 1024) -> bool:
+    """Whether a launch computes all M tokens, and waits for no program that never starts."""
+    from qerl_nvfp4 import bounds, cost, select
+
+    kernel, get = config["kernel"], config.get
+    tile = get("BM"), get("P"), get("S"), get("permute", get("X"))
+    if kernel == "skinny":
+        return M <= get("BM") and 0 < get("grid") <= 16 * sms and select.skinny_fits(config, N, K)
+    if kernel in ("wgmma", "wide"):
+        known = cost.FP8 if get("fp8") else cost.WIDE if kernel == "wide" else cost.WGMMA
+        return tile in known and 0 < get("grid") <= sms and cost.fits(N, K)
+    if kernel == "mma":
+        return K % 128 == 0 and 2 <= get("NS") <= bounds.stages(get("BM"), shared_memory) and 1 <= get("SK") <= K // 128
+    split = 1 <= get("SK", 1) <= math.ceil(K / 128)
+    return kernel == "dense" or (split and select.portable_shared_memory(config) <= shared_memory)
 
 
 def in_a_fresh_process(file: str, state: str = "1", *options: str, **environment: str) -> None:

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from nvfp4_cases import launchable
 
 pytest.importorskip("triton")
 from qerl_nvfp4 import cost, select
@@ -22,7 +23,6 @@ def h200(monkeypatch, pretend):
             found.setdefault(cost.variant(config), {"launch": 5.0, "units": 1.0 + config.get("BM", 0) * 0.02})
     found["wide BM=160 P=2 S=3 X=7 tasks=0"] = {"launch": 1.0}
     monkeypatch.setattr(cost, "factors", lambda: found)
-    monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
 
 
 def matrices() -> list[tuple[int, int]]:
@@ -33,7 +33,7 @@ def matrices() -> list[tuple[int, int]]:
 def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of_work():
     for N, K in matrices():
         for M in (17, 40, 100, 130, 250, 300, 512, 1504):
-            found = cost.candidates(N, K, M, SMS), cost.candidates_fp8(N, K, M, SMS)
+            found = cost.candidates(N, K, M, SMS), cost.candidates(N, K, M, SMS, fp8=True)
             names = [(cost.variant(c), c.get("grid")) for c in found[0] + found[1]]
             assert all(found) and len(set(names)) == len(names), "no candidate twice"
             for config in found[0] + found[1]:
@@ -41,23 +41,22 @@ def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of
                 assert config.get("BM", 16) % 16 == 0
                 terms = cost.terms(config, N, K, M, SMS, 32)
                 assert terms["launch"] == 1 and all(value >= 0 for value in terms.values())
-    for BM, P, S, X in cost.FP8:
-        assert cost.wide_shared_memory(BM, P, S, X or 2 * S) <= SHARED_MEMORY
+    for BM, P, S, X in (*cost.WIDE, *cost.FP8):
+        words, of_x, adapter = S * P * 9216, (X or 2 * S) * BM * 128, P * 4096 + BM * 64
+        assert words + of_x + adapter + P * 4096 + 2048 <= SHARED_MEMORY
 
 
-def test_the_cheapest_measured_candidate_is_chosen(monkeypatch):
-    monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
+def test_the_cheapest_measured_candidate_is_chosen():
     place = 4608, 3584, 160, SMS
     one = next(c for c in cost.candidates(*place) if c.get("BM") == 160)
     cheap, dear = {"launch": 10.0}, {"launch": 10.0, "units": 100.0}
-    for factors, allowed, kernel in ((cheap, True, "wide"), (dear, True, "dense"), (cheap, False, "dense")):
-        monkeypatch.setattr(cost, "WIDE_ALLOWED", allowed)
+    for factors, kernel in ((cheap, "wide"), (dear, "dense")):
         model = {"dense": {"launch": 50.0}, cost.variant(one): factors}
-        assert cost.cheapest(*place, 96, (), model)["kernel"] == kernel
-    assert cost.cheapest(*place, 96, (), {}) is None
+        assert cost.cheapest(*place, 96, model)["kernel"] == kernel
+    assert cost.cheapest(*place, 96, {}) is None
 
 
-def test_the_cost_model_answers_between_the_tables_sizes(h200, monkeypatch):
+def test_the_cost_model_answers_where_nothing_was_measured(h200, monkeypatch):
     def explain(M, N=4608, K=3584, bf16=True):
         return select.explain(N, K, M, 0, bf16)
 
@@ -69,12 +68,6 @@ def test_the_cost_model_answers_between_the_tables_sizes(h200, monkeypatch):
     assert explain(150, bf16=False)[1] == "heuristic"
     assert explain(40, 1152, 912)[0]["kernel"] == "portable", "K that the copy engine cannot read"
     assert explain(40, 1152, 896)[0]["kernel"] == "wgmma", "the last unit is a part of one"
-    entry = {"kernel": "wgmma", "BM": 128, "P": 2, "S": 2, "permute": False, "grid": 132, "lora": {"tasks": True}}
-    monkeypatch.setattr(select, "table_for", lambda *_: ("an H200", {(4608, 3584, 256): entry}))
-    select.explain.cache_clear()
-    assert explain(256) == (entry, "table of an H200")
-    assert explain(240)[1] == "cost model"
-    monkeypatch.setattr(select, "table_for", lambda *_: ("", {}))
     monkeypatch.setattr(cost, "factors", dict)
     select.explain.cache_clear()
     assert explain(150)[1] == "heuristic", "without a fit"
@@ -84,15 +77,10 @@ RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "every_size_h200
 
 
 @pytest.fixture
-def shipped(monkeypatch, pretend):
+def shipped(pretend):
     """shipped(N, K, M, rank, shards): the shipped choice for an H200, and where it is from."""
-    monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
-
-    def ask(*place, sms: int = 132) -> tuple[dict, str]:
-        pretend("NVIDIA H200", sms, (9, 0))
-        return select.shipped(*place[:3], 0, True, *place[3:])
-
-    return ask
+    pretend("NVIDIA H200", SMS, (9, 0))
+    return lambda *place: select.explain(*place[:3], 0, True, *place[3:])
 
 
 def test_shipped_choices_are_within_two_percent_of_the_fastest(shipped, monkeypatch):
@@ -104,6 +92,6 @@ def test_shipped_choices_are_within_two_percent_of_the_fastest(shipped, monkeypa
     for row in fit.latest(result["matrices"]):
         config, why = shipped(row["N"], row["K"], row["M"], 32, row["rows"] // 32)
         assert fit.slower(config, [row]) <= 1.02, (row["matrix"], row["M"], config, why)
-        assert config["kernel"] == "dense" or select.can_run(config, row["N"], row["K"], row["M"], 132, SHARED_MEMORY)
+        assert launchable(config, row["N"], row["K"], row["M"], SMS)
         by.add(why)
-    assert by == {"timed on NVIDIA H200", "table of NVIDIA H200", "cost model"}
+    assert by == {"measured on NVIDIA H200", "cost model"}

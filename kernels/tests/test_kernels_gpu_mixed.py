@@ -67,11 +67,10 @@ def columns(rng: random.Random) -> int:
 
 def wide(rng: random.Random) -> tuple[dict, int, int, int, int]:
     """Tiles of one, two and three parts."""
-    BM, P = rng.choice(((80, 3), (112, 3), (160, 2), (192, 3), (208, 3), (288, 2)))
-    S, X = cost.wide_stages(BM, P)
+    BM, P, S, X = rng.choice(cost.WIDE)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": rng.randint(1, sms)}
-    config["tasks"] = cost.can_be_beside(config) and rng.random() < 0.5
+    config["tasks"] = rng.random() < 0.5
     if cost.can_be_natural(config):
         config["natural"] = rng.random() < 0.5
     M = rng.randint(1, min(3 * BM, 256) if config["tasks"] else 3 * BM)

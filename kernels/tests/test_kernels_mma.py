@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
 import test_kernels_sm90 as sm90
 import triton
-from nvfp4_cases import COMPILING, in_a_fresh_process
+from nvfp4_cases import COMPILING, in_a_fresh_process, launchable
 
 from qerl_nvfp4 import bounds, cost, select
 
@@ -82,7 +82,7 @@ def test_the_selected_kernel_can_run_and_is_the_cheapest(card, N, K):
     for M in (17, 32, 64, 100, 200, 512, 1536):
         config, why = select.explain(N, K, M, 0, True)
         assert why == f"bounds of {card.name}"
-        assert select.can_run(config, N, K, M, card.sms, shared)
+        assert launchable(config, N, K, M, card.sms, shared)
         size = next(s for s in cost.SIZES if s >= M)
         ours = [bounds.mma_us(card, c, N, K, size) for c in bounds.mma_candidates(N, K, size, card.sms, shared)]
         cheapest = "mma" if min(ours) < bounds.dense_us(card, N, K, size) else "dense"

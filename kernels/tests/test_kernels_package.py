@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nvfp4_cases import launchable
 
 from qerl_nvfp4 import cost, launch, ops, select
 
@@ -55,19 +56,16 @@ def h200(pretend):
     pretend("NVIDIA H200", 132, (9, 0))
 
 
-@pytest.mark.parametrize("path", sorted(select.CONFIG_FOLDER.glob("device_name=*.json")), ids=lambda p: p.stem)
-def test_every_table_entry_fits_its_matrix(path):
-    for entry in json.loads(path.read_text())["entries"]:
-        config, N, K = entry["config"], entry["N"], entry["K"]
-        assert select.can_run(config, N, K, entry["bucket"] or 2048, 132, 227 * 1024)
-        assert config["kernel"] in ("skinny", "wgmma", "wide", "dense")
-        assert config["kernel"] != "skinny" or 0 < entry["bucket"] <= config["BM"]
+def test_every_shipped_entry_fits_its_matrix():
+    for entry in cost.shipped()["entries"]:
+        assert launchable(entry["config"], entry["N"], entry["K"], entry["tokens"], 132), entry
 
 
-def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
-    table = select.load_table("NVIDIA H200", 132)
-    assert select.choose(*WIDEST, 5, 0, True) == table[*WIDEST, 8]
-    assert select.choose(*WIDEST, 9, 0, True) == table[*WIDEST, 16]
+def test_measured_shapes_come_first_and_others_from_the_heuristic(h200):
+    entries = select.measured_for(0).entries
+    assert select.explain(*WIDEST, 5, 0, True) == entries[*WIDEST, 0, 8, False]
+    assert select.explain(*WIDEST, 9, 0, True, 32) == entries[*WIDEST, 32, 16, False]
+    assert select.explain(*WIDEST, 9, 0, True, 64) == entries[*WIDEST, 32, 16, False], "up to 16 tokens for all ranks"
     for N, K, M, bf16, kernel in (
         (*WIDEST, 4096, True, "dense"),
         (2560, 2048, 4, True, "skinny"),
@@ -85,26 +83,25 @@ def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
     "name,sms,capability,kernel",
     [("NVIDIA H100 80GB HBM3", 132, (9, 0), "as the H200"), ("NVIDIA H100 PCIe", 114, (9, 0), "wgmma")],
 )
-def test_a_hopper_with_as_many_multiprocessors_uses_the_h200s_table(pretend, name, sms, capability, kernel):
+def test_a_hopper_with_as_many_multiprocessors_uses_the_h200s_measurements(pretend, name, sms, capability, kernel):
     pretend(name, sms, capability)
-    config, why = select.explain(*WIDEST, 64, 0, True)
+    config, why = select.explain(*WIDEST, 96, 0, True, 32, 2)
     if kernel == "as the H200":
-        assert (config, why) == (select.load_table("NVIDIA H200", 132)[*WIDEST, 64], "table of NVIDIA H200")
-        assert f"table for NVIDIA H200, which has 132 multiprocessors like this {name}" in ops.describe(0)
+        assert why == "measured on NVIDIA H200"
+        assert "shapes measured on NVIDIA H200" in ops.describe(0)
     else:
-        assert select.table_for(name, sms, capability) == ("", {})
         assert (config["kernel"], why) == (kernel, "heuristic")
-        assert f"no table for {name} with {sms} multiprocessors" in ops.describe(0)
+        assert f"nothing measured for {name} with {sms} multiprocessors" in ops.describe(0)
 
 
 @pytest.mark.parametrize("M", [1, 9, 17, 65, 128])
 @pytest.mark.parametrize("N,K", [(16, 128), (48, 256), (2304, 2048), (1024, 11008), (55296, 5120), (896, 896)])
 def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
     config = select.choose(N, K, M, 0, True)
-    assert select.can_run(config, N, K, M, 132, 227 * 1024)
+    assert launchable(config, N, K, M, 132)
     if config["kernel"] not in ("skinny", "wgmma"):
-        assert M <= 16 or not select.wgmma_fits(N, K), "Hopper's own kernel fits"
-        assert config["kernel"] == "portable" and 1 <= config["SK"] <= -(-K // config["BK"])
+        assert M <= 16 or not cost.fits(N, K), "Hopper's own kernel fits"
+        assert config["kernel"] == "portable"
 
 
 @pytest.mark.parametrize("M", [1, 17, 300])
@@ -116,18 +113,17 @@ def test_hoppers_own_kernel_goes_to_no_other_gpu(pretend, capability, M):
     config = select.choose(4096, 4096, M, 0, True)
     few = "portable" if capability == (10, 0) else "mma"  # which cards bounds.py knows
     assert config["kernel"] == ("skinny" if M <= 16 else few if M <= 128 else "dense") or (few, M) == ("mma", 300)
-    assert select.with_adapter(config)["kernel"] == config["kernel"]
 
 
 def test_the_selection_is_listed(h200):
-    rows = ops.selected(*WIDEST, (1, 64, 4096), 0, rank=32)
-    assert [(row.tokens, row.kernel) for row in rows] == [(1, "skinny"), (64, "wgmma"), (4096, "dense")]
-    assert all(row.why == "table of NVIDIA H200" for row in rows)
-    assert rows[0].config == select.with_adapter(select.choose(*WIDEST, 1, 0, True))
+    rows = ops.selected(*WIDEST, (1, 96, 4096), 0, rank=32)
+    assert [(row.tokens, row.kernel) for row in rows] == [(1, "skinny"), (96, "wgmma"), (4096, "dense")]
+    assert [row.why for row in rows] == ["measured on NVIDIA H200"] * 2 + ["heuristic"]
+    assert rows[0].config == select.choose(*WIDEST, 1, 0, True, 32)
     assert {row.kernel for row in ops.selected(2560, 2048, device=0, dtype=torch.float32)} == {"reference"}
     wide = {"gate_up": WIDEST}
-    by_table = "skinny up to 8 tokens, wgmma up to 1024 tokens, dense for more (table of NVIDIA H200)"
-    assert ops.selected_text(wide, 0) == [f"gate_up 37888 x 3584: {by_table}"]
+    said = "skinny up to 8 tokens, wgmma up to 1024 tokens, dense for more (measured on NVIDIA H200; heuristic)"
+    assert ops.selected_text(wide, 0) == [f"gate_up 37888 x 3584: {said}"]
     invariant = ops.selected_text(wide, 0, rank=32, batch_invariant=True)
     assert invariant == ["gate_up 37888 x 3584: wgmma (batch-invariant)"]
 

@@ -1,7 +1,5 @@
 """Compiling ahead, for a faked H200: a launch finds it, in this process and in the next."""
 
-import functools
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -140,7 +138,7 @@ def variants(weight, tokens, invariant: bool, fp8: bool) -> set:
     ids=["H200", "H200 invariant", "H200 W4A8", "H100", "RTX"],
 )
 def test_no_other_number_of_tokens_runs_another_kernel(h200, pretend, monkeypatch, gpu, how):
-    monkeypatch.setattr(cost, "factors", functools.cache(lambda: json.loads(cost.FACTORS.read_text())["factors"]))
+    monkeypatch.setattr(cost, "factors", lambda: cost.shipped()["factors"])
     pretend(*gpu)
     weight = Weight(4608, 3584, (3584, 512, 512), 32, bias=True)
     ahead = variants(weight, precompile.TOKENS, *how)

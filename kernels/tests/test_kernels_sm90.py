@@ -109,13 +109,12 @@ SKINNY = [
 # BM, P, S, permute (or natural), rank; local memory accesses outside the loop
 WGMMA = [
     (16, 3, 4, True, 32, 8),
-    (32, 3, 4, True, 32, 4),
+    (32, 2, 5, True, 32, 4),
     (64, 2, 4, True, 0, 0),
-    (64, 2, 4, False, 32, 0),
+    (64, 3, 3, False, 32, 0),
     (128, 2, 2, False, 224, 8),
     (128, 3, 2, False, 32, 12),
-    (128, 4, 2, False, 0, 12),
-    (128, 3, 2, "natural", 32, 12),
+    (128, 2, 2, "natural", 32, 12),
 ]
 
 
@@ -199,21 +198,21 @@ def test_wgmma(BM, P, S, permute, rank, spills):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    "BM,P,natural,tasks,limit,spills",
+    "tile,natural,tasks,limit,spills",
     [
-        (160, 2, False, True, 4.6, 8),
-        (256, 2, False, True, 6.0, 40),
-        (288, 2, False, False, 5.3, 24),
-        (176, 3, True, False, 6.8, 24),
+        ((160, 2, 3, 7), False, True, 4.6, 8),
+        ((256, 2, 2, 4), False, True, 6.0, 40),
+        ((144, 3, 3, 6), True, True, 6.8, 24),
     ],
 )
-def test_wide(BM, P, natural, tasks, limit, spills):
+def test_wide(tile, natural, tasks, limit, spills):
     """A weight is decoded once for all parts of a tile, in registers, while the parts' wgmma run."""
     from qerl_nvfp4 import cost
     from qerl_nvfp4.hopper_tile import parts_of
 
-    assert (BM, P) in cost.WIDE
-    code, *_ = wgmma(BM, P, *cost.wide_stages(BM, P), "natural" if natural else "decoded", 32, tasks)
+    assert tile in cost.WIDE
+    BM, P, *_ = tile
+    code, *_ = wgmma(*tile, "natural" if natural else "decoded", 32, tasks)
     count = 16 * len(parts_of(BM))
     check(code, "HGMMA", 128, limit, spills, count=count)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]

@@ -2,62 +2,48 @@
 
 The prediction is a sum of a few terms of a launch (`terms`), with one set of factors per compiled variant of a kernel.  The factors are
 fitted to measurements (kernels/benchmarks/fit.py, from the JSON of every_size.py) and kept in configs/cost_model.json, with the number
-of tokens up to which each variant was measured; beyond it a variant has no price.  The file also names measured configurations that
-were faster than the choice (`fastest_timed`), for GPUs with as many multiprocessors as the measured one.
+of tokens up to which each variant was measured; beyond it a variant has no price.
 The model is for Hopper GPUs and products with an adapter, as in a rollout.  W4A8 variants have factors of their own.
 """
 
 import functools
 import json
 import math
-import os
 from pathlib import Path
 
 FACTORS = Path(__file__).parent / "configs" / "cost_model.json"
-SHARED_MEMORY = 225 * 1024  # bytes per block on Hopper, 2 KiB less than there are: barriers, alignment
 SIZES = (
     *range(32, 513, 16),
     *range(576, 1537, 64),
 )  # a number of tokens is priced as the next of these; more: not at all
 
-WGMMA = (  # BM, P, S, permute
+# Tiles of 64 P rows and BM tokens, S stages of words.  Each was faster than all others by more than 3 % somewhere in
+# benchmarks/results/every_size_h200.json, but for the one of 16 tokens, which batch-invariant products take
+WGMMA = (  # BM, P, S, permute: x comes with the words
     (16, 3, 4, True),
-    (16, 3, 5, True),
     (32, 2, 5, True),
-    (32, 3, 4, True),
     (32, 3, 4, False),
     (64, 2, 4, True),
     (64, 3, 3, True),
-    (64, 2, 4, False),
     (64, 3, 3, False),
     (128, 2, 2, False),
     (128, 3, 2, False),
-    (128, 4, 2, False),
 )
-WIDE = (  # BM, P; stages follow from shared memory
-    (80, 3),
-    (96, 2),
-    (96, 3),
-    (112, 3),
-    (128, 2),
-    (128, 3),
-    (144, 2),
-    (144, 3),
-    (160, 2),
-    (160, 3),
-    (176, 2),
-    (176, 3),
-    (192, 2),
-    (192, 3),
-    (208, 2),
-    (208, 3),
-    (224, 2),
-    (256, 2),
-    (272, 2),
-    (288, 2),
+WIDE = (  # BM, P, S, X stages of x
+    (80, 3, 3, 8),
+    (96, 2, 3, 8),
+    (144, 2, 3, 8),
+    (144, 3, 3, 6),
+    (160, 2, 3, 7),
+    (192, 2, 3, 5),
+    (192, 3, 2, 5),
+    (208, 2, 3, 5),
+    (224, 2, 2, 5),
+    (256, 2, 2, 4),
 )
-# of these, tiles whose sums leave the warps that would compute x A^T beside them no registers: it is computed before
-BEFORE = ((208, 3), (272, 2), (288, 2))
+# BM, P of tiles that also take x in its natural order, whose decoding takes half as many instructions more: from 128 tokens on they fill at
+# most 0.7 of the cycles of the matrix units
+NATURAL = ((128, 2), (144, 2), (144, 3), (160, 2), (256, 2))
 FP8 = (  # BM, P, S, X of W4A8, from one sequence on; X = 0: x comes with the words
     (16, 2, 6, 0),
     (32, 2, 5, 0),
@@ -70,11 +56,6 @@ FP8 = (  # BM, P, S, X of W4A8, from one sequence on; X = 0: x comes with the wo
     (192, 2, 3, 5),
     (256, 2, 3, 4),
 )
-# Tiles of so many tokens are also worth a try with x in its natural order, whose decoding takes half as many instructions more: by machine
-# code they fill at most 0.7 of the cycles of the matrix units there, and more than 0.9 with 112 tokens and fewer
-NATURAL = 128
-# Whether `wide`, tiles of which x has a ring of its own, may be chosen: QERL_NVFP4_WIDE=0 to do without
-WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
 WITHOUT_ADAPTER = 64  # rows of A that a product without an adapter is priced with: only products with one were timed
 UNIT = 256  # columns that a tile's programs go along K at a time
 TASK = 16  # tokens, and rows of A, in a task of x A^T beside the product
@@ -88,21 +69,6 @@ def size_of(M: int, fp8: bool = False) -> int:
     if fp8 and M <= 16:
         return 16
     return next((size for size in SIZES if size >= M), 0)
-
-
-def wide_shared_memory(BM: int, P: int, S: int, X: int) -> int:
-    """Bytes per block of hopper_wgmma.wgmma_kernel with a ring of X stages of x and an adapter, without barriers."""
-    return S * P * 9216 + X * BM * 128 + P * 4096 + P * 4096 + BM * 64 + 2048
-
-
-@functools.cache
-def wide_stages(BM: int, P: int) -> tuple[int, int]:
-    """Stages of words and of x: three units of words where at least five pieces of x (a unit and one more) fit beside them."""
-    for S, least in ((3, 5), (2, 4)):
-        X = min(8, (SHARED_MEMORY - wide_shared_memory(BM, P, S, 0)) // (BM * 128))
-        if least <= X:
-            return S, X
-    raise ValueError(f"a tile of {64 * P} rows and {BM} tokens does not fit {SHARED_MEMORY} bytes of shared memory")
 
 
 def grids(tiles: int, steps: int, sms: int) -> list[int]:
@@ -138,64 +104,45 @@ def helping(grid: int, tasks: int, sms: int) -> int:
 
 
 def layouts(N: int, K: int, M: int) -> list[dict]:
-    """Configurations without the number of programs, for more than 16 tokens."""
-    if not fits(N, K):
-        return []
+    """Configurations without `tasks` and `grid`, for more than 16 tokens."""
     found = []
     for BM, P, S, permute in WGMMA:
         # on small matrices more tiles of few tokens keep more multiprocessors busy
         if M / 4 <= BM < 2 * max(M, 17) and (BM > 16) and (BM == 128 or BM >= M or N * K < 2**27):
             found.append({"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute})
-    for BM, P in WIDE:
+    for BM, P, S, X in WIDE:
         if math.ceil(M / BM) * BM <= WASTE * M:
-            S, X = wide_stages(BM, P)
             found.append({"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X})
     return found + [config | {"natural": True} for config in found if can_be_natural(config)]
 
 
-def candidates_fp8(N: int, K: int, M: int, sms: int) -> list[dict]:
-    """Everything worth a thought for M tokens in W4A8; what its kernel cannot take, and many tokens: cuBLAS with decoded weights."""
-    found = []
-    for BM, P, S, X in FP8 if fits(N, K) else ():
-        if M / 4 <= BM < 2 * max(M, 16) or (BM >= 128 and M > 512):
-            config = {"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True}
-            tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
-            tasks = [t for t in (True, False) if (can_be_beside(config) and M <= 512 if t else M > 64)]
-            found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
-    if M > 256 or not found:
-        found.append({"kernel": "dense", "pieces": 1, "fp8": True})
-    return found
-
-
-def can_be_beside(config: dict) -> bool:
-    """Whether x A^T may be computed beside the product of a configuration of `wgmma` or `wide`."""
-    return config["kernel"] != "wide" or config.get("fp8", False) or (config["BM"], config["P"]) not in BEFORE
+def layouts_fp8(M: int) -> list[dict]:
+    """The same for W4A8 and any number of tokens."""
+    fitting = (t for t in FP8 if M / 4 <= t[0] < 2 * max(M, 16) or (t[0] >= 128 and M > 512))
+    return [{"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True} for BM, P, S, X in fitting]
 
 
 def beside(config: dict, M: int) -> bool:
-    """Whether it is, with M tokens."""
-    return config.get("tasks", M <= 128 and can_be_beside(config))
+    """Whether x A^T is computed beside the product of a configuration of `wgmma` or `wide`, with M tokens."""
+    return config.get("tasks", M <= 128)
 
 
 def can_be_natural(config: dict) -> bool:
-    """Whether a configuration of `wgmma` or `wide` may leave x as it is, instead of putting it in order in a launch of its own."""
-    tile = config["kernel"] in ("wgmma", "wide") and config["BM"] >= NATURAL and config["P"] < 4
-    return tile and not config.get("permute", False)
+    """Whether a configuration may leave x as it is, instead of putting it in order in a launch of its own."""
+    tile = config["kernel"] in ("wgmma", "wide") and not config.get("fp8")
+    return tile and (config["BM"], config["P"]) in NATURAL
 
 
-def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
-    """Everything worth a thought for M > 16 tokens and an adapter, be there a price for it or not."""
+def candidates(N: int, K: int, M: int, sms: int, fp8: bool = False) -> list[dict]:
+    """Everything worth a thought for M tokens (more than 16 unless `fp8`) and an adapter, be there a price for it or not."""
     found = []
-    for config in layouts(N, K, M):
-        if config["P"] == 4:
-            continue  # no room for the adapter
+    for config in [] if not fits(N, K) else layouts_fp8(M) if fp8 else layouts(N, K, M):
         tiles = math.ceil(N / (64 * config["P"])) * math.ceil(M / config["BM"])
         # x A^T beside the product, or before it
-        before = M > 64 and (config["kernel"] == "wide" or config["BM"] == 128)
-        tasks = [t for t in (True, False) if (can_be_beside(config) and (M <= 512 or N * K < 2**25) if t else before)]
+        tasks = [True] * (M <= 512 or N * K < 2**25) + [False] * (M > 64 and config["BM"] > 64)
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
-    if M >= 64 or not found:
-        found.append({"kernel": "dense", "pieces": 1})
+    if M >= (257 if fp8 else 64) or not found:
+        found.append({"kernel": "dense", "pieces": 1} | ({"fp8": True} if fp8 else {}))
     return found
 
 
@@ -250,74 +197,44 @@ def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str
 
 
 @functools.cache
+def shipped() -> dict:
+    """What was fitted and measured: "factors", "device", "multiprocessors", "entries" (see measured.py)."""
+    return json.loads(FACTORS.read_text())
+
+
 def factors() -> dict[str, dict[str, float]]:
-    """variant -> term -> microseconds, and `TOKENS` -> up to how many it was measured; empty before the first fit."""
-    return json.loads(FACTORS.read_text())["factors"] if FACTORS.is_file() else {}
+    """variant -> term -> microseconds, and `TOKENS` -> up to how many it was measured."""
+    return shipped()["factors"]
 
 
-@functools.cache
-def _timed() -> tuple[str, int, dict[tuple[int, int, int, int, bool], dict]]:
-    """The GPU of the measurement, its multiprocessors, and (N, K, rows, size, W4A8) -> configuration."""
-    model = json.loads(FACTORS.read_text()) if FACTORS.is_file() else {}
-    keys = ("N", "K", "rows", "size")
-    found = {(*(e[k] for k in keys), e["config"].get("fp8", False)): e["config"] for e in model.get("timed", ())}
-    return model.get("device", ""), model.get("multiprocessors", 0), found
-
-
-def fastest_timed(N: int, K: int, M: int, sms: int, rows: int, fp8: bool = False) -> tuple[dict, str] | None:
-    """What the measurement behind the model found fastest, and on which GPU, where that is not what would be chosen without it."""
-    device, multiprocessors, found = _timed()
-    config = found.get((N, K, rows, size_of(M, fp8), fp8)) if sms == multiprocessors else None
-    if config is None or (config["kernel"] == "wide" and not WIDE_ALLOWED):
-        return None
-    return config, device
-
-
-def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None) -> float:
+def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, model: dict) -> float:
     """Microseconds of a product with an adapter; infinity for a variant that was never measured, or not with so many tokens."""
-    own = (factors() if model is None else model).get(variant(config, M))
+    own = model.get(variant(config, M))
     if own is None or own.get(TOKENS, M) < M:
         return math.inf
     return sum(own.get(name, 0.0) * value for name, value in terms(config, N, K, M, sms, rows).items())
 
 
 def cheapest(
-    N: int,
-    K: int,
-    M: int,
-    sms: int,
-    rows: int,
-    more: tuple[dict, ...] = (),
-    model: dict | None = None,
-    fp8: bool = False,
+    N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None, fp8: bool = False
 ) -> dict | None:
-    """The candidate that should take least; None where nothing is known about any. `rows` of the stacked A's (0: no adapter), `more`:
-    further candidates.
+    """The candidate that should take least; None where nothing is known about any. `rows` of the stacked A's (0: no adapter).
 
     The answer changes at `SIZES` only (with `fp8` at 16 too), so that what must be compiled ahead is known.
     """
     M = size_of(M, fp8)
-    found = priced(N, K, M, sms, rows, more, model, fp8) if M else []
+    found = priced(N, K, M, sms, rows, model, fp8) if M else []
     return found[0][1] if found else None
 
 
 def priced(
-    N: int,
-    K: int,
-    M: int,
-    sms: int,
-    rows: int,
-    more: tuple[dict, ...] = (),
-    model: dict | None = None,
-    fp8: bool = False,
+    N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None, fp8: bool = False
 ) -> list[tuple[float, dict]]:
-    """(microseconds predicted, candidate) of those about which something is known, the cheapest first; `rows` of the stacked A's
-    (0: no adapter)."""
-    if not fits(N, K) or not (factors() if model is None else model):
+    """(microseconds predicted, candidate) of those about which something is known, the cheapest first; `rows` as above."""
+    if not fits(N, K):
         return []
-    some = (candidates_fp8 if fp8 else candidates)(N, K, M, sms)
-    offered = [c for c in (*more, *some) if WIDE_ALLOWED or c["kernel"] != "wide"]
-    found = [(predicted_us(c, N, K, M, sms, rows or WITHOUT_ADAPTER, model), c) for c in offered]
-    return sorted(
-        (f for f in found if math.isfinite(f[0])), key=lambda f: f[0]
-    )  # stable: the first of equals stays first
+    model = factors() if model is None else model
+    some = candidates(N, K, M, sms, fp8)
+    found = [(predicted_us(c, N, K, M, sms, rows or WITHOUT_ADAPTER, model), c) for c in some]
+    # stable: the first of equals stays first
+    return sorted((f for f in found if math.isfinite(f[0])), key=lambda f: f[0])

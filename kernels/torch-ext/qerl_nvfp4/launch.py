@@ -317,8 +317,6 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     from .hopper_wgmma import wgmma_kernel
 
     (M, K), N, wide, fp8 = x.shape, packed.shape[0], config["kernel"] == "wide", config.get("fp8", False)
-    if lora is not None and config["BM"] == 128 and not wide:
-        config = config | {"P": min(config["P"], 3)}  # four groups leave no shared memory for B and x A^T
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), cost.units_along(K)
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces

@@ -14,7 +14,7 @@ import torch
 
 from . import cost, reference, select
 from ._compat import add_op_namespace_prefix
-from .select import choose, device_properties, with_adapter
+from .select import choose, device_properties
 
 try:
     import triton
@@ -124,14 +124,11 @@ def describe(device: torch.device | str | int | None = None) -> str:
     )
     if not use_gluon(_device_index(device)):
         path = f"portable Triton kernels (slower than the Gluon kernels, which are made for Triton 3.6 to 3.9; this one: {_gluon_lacks()})"
-    owner, table = select.table_for(name, sms, (major, minor))
-    tuned = f"heuristic: no table for {name} with {sms} multiprocessors"
-    if table:
-        whose = "" if owner == name else f", which has {sms} multiprocessors like this {name}"
-        tuned = f"table for {owner}{whose}, {len({key[:2] for key in table})} shapes; heuristic for others"
-    own = select.measured_for(_device_index(device)) if use_gluon(_device_index(device)) else None
-    if own is not None and own.entries:
-        tuned = f"{len({key[:2] for key in own.entries})} shapes measured on this GPU ({own.path}); else {tuned}"
+    shapes: dict[str, set] = {}
+    for place, (_, where) in select.measured_for(_device_index(device)).entries.items():
+        shapes.setdefault(where, set()).add(place[:2])
+    tuned = ", ".join(f"{len(found)} shapes {where}" for where, found in shapes.items())
+    tuned = tuned or f"nothing measured for {name} with {sms} multiprocessors"
     refused = fallback.refused_on(_device_index(device))
     failed = "".join(f"; {variant[0]} does not compile: {reason}" for variant, reason in refused.items())
     return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}{failed}"
@@ -145,7 +142,7 @@ class Selected(NamedTuple):
     tokens: int
     kernel: str  # "skinny", "wgmma", "wide", "mma", "portable", "dense" (dequantize, then cuBLAS), "reference" (plain PyTorch)
     config: dict
-    why: str  # measured by the user, the table of which device, the cost model, the heuristic, or what did not compile
+    why: str  # measured where, the cost model, the heuristic, or what did not compile
 
 
 def selected(
@@ -183,8 +180,6 @@ def selected(
     refused = fallback.refused_on(index)
     for M in tokens:
         config, why = select.explain(N, K, M, index, bf16, rank, shards, fp8)
-        if rank:
-            config = with_adapter(config)
         while config["kernel"] != "dense" and (failed := refused.get(_variant(config, rank, dtype))):
             config, why = _instead_of(config, N, K, M, index), f"{config['kernel']} does not compile: {failed}"
         rows.append(Selected(N, K, M, config["kernel"], config, why))
@@ -309,8 +304,6 @@ def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, 
 
     An error if the kernel does not compile, which tuning and benchmarks want to know; `product_by_any` falls back.
     """
-    if lora_a is not None:
-        config = with_adapter(config)
     config = _suited(config, x, packed, block_scale)
     _start(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
 
@@ -334,8 +327,6 @@ def _start(config: dict, *arguments) -> None:
 
 def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
     """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once."""
-    if lora_a is not None:
-        config = with_adapter(config)
     config = _suited(config, x, packed, block_scale)
     arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
     (M, K), N, rank = x.shape, packed.shape[0], 0 if lora_b is None else lora_b.shape[1]
@@ -393,7 +384,7 @@ def product_in_any_batch(
 _DENSE = "The dense path (dequantize, then cuBLAS)"
 
 
-_LAUNCH_ONLY = ("kernel", "grid", "lora", "cost", "SK", "slices")
+_LAUNCH_ONLY = ("kernel", "grid", "cost", "SK", "slices")
 
 
 def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:

@@ -22,7 +22,7 @@ from .turns import QUIET_S, one_process_at_a_time
 
 #: numbers of tokens that between them run every kernel: what is chosen for a number changes at these edges, what a launch makes of it once between
 _EDGES = sorted({*BUCKETS, *SIZES})
-#: (`_tokens_of` adds those of what the user measured for a matrix)
+#: (`_tokens_of` adds those of measurements of a matrix)
 TOKENS = (*(M for low, high in itertools.pairwise((0, *_EDGES)) for M in (low + 1, high)), _EDGES[-1] + 1)
 
 
@@ -155,11 +155,10 @@ def _processors() -> int:
 
 
 def _tokens_of(weight: Weight, device: int, bf16: bool) -> tuple[int, ...]:
-    """`TOKENS`, and where what the user measured for a matrix begins and ends to answer."""
+    """`TOKENS`, and where measurements of a matrix begin and end to answer."""
     if not bf16:
         return TOKENS
-    place = (weight.N, weight.K, measured.padded(weight.rank))
-    own = {key[3] for key in measured_for(device).entries if key[:3] == place}
+    own = {key[3] for key in measured_for(device).entries if key[:3] == (*weight[:2], measured.padded(weight.rank))}
     return tuple(sorted({*TOKENS, *own, *(T - measured.STEP + 1 for T in own), *(T + 1 for T in own)}))
 
 

@@ -55,8 +55,7 @@ def near(weight: Weight, M: int, device: int | None = None) -> list[dict]:
     """Candidates for M tokens, what is selected without measurements first; each is complete, also for an adapter."""
     N, K, splits, rank, *_ = weight
     name, sms, capability = select.device_properties(device)
-    now = select.shipped(N, K, M, device, True, rank, len(splits))[0]
-    now = {key: value for key, value in (select.with_adapter(now) if rank else now).items() if key != "lora"}
+    now = select.explain(N, K, M, device, True, rank, len(splits), own=False)[0]
     prices = cost.priced(N, K, M, sms, rank * len(splits)) if capability[0] == 9 and M > 16 else []
     card = bounds.card_of(name, capability, sms)
     if card is not None and M > 16:
@@ -69,8 +68,7 @@ def near(weight: Weight, M: int, device: int | None = None) -> list[dict]:
         found = skinny_near(N, K, M, sms)
     if not found:
         found = portable_near(N, K, M, device)
-    usable = (c for c in found if select.can_run(c, N, K, M, sms, select.shared_memory_limit(device)))
-    return list({repr(sorted(c.items())): c for c in (now, *usable)}.values())
+    return list({repr(sorted(c.items())): c for c in (now, *found)}.values())
 
 
 def skinny_near(N: int, K: int, M: int, sms: int) -> list[dict]:
@@ -87,9 +85,9 @@ def skinny_near(N: int, K: int, M: int, sms: int) -> list[dict]:
 def portable_near(N: int, K: int, M: int, device: int | None) -> list[dict]:
     """Neighbours of the heuristic's choice for the kernel of every GPU, and the dense path."""
     _, sms, capability = select.device_properties(device)
-    found: list[dict] = []
+    found, limit = [], select.shared_memory_limit(device)
     if M <= 256:
-        first = select.portable_heuristic(N, K, M, sms, capability[0] == 9, select.shared_memory_limit(device))
+        first = select.portable_heuristic(N, K, M, sms, capability[0] == 9, limit)
         most = math.ceil(K / first["BK"])
         found = [
             first,
@@ -99,6 +97,7 @@ def portable_near(N: int, K: int, M: int, device: int | None) -> list[dict]:
             first | {"NS": max(1, first["NS"] - 1)},
             first | {"NW": 8},
         ]
+        found = [config for config in found if select.portable_shared_memory(config) <= limit]
     if M >= 32:
         found.append({"kernel": "dense", "pieces": 1})
     return found
@@ -226,11 +225,7 @@ def refine(
         found = measure(weight, candidates, l2, now + share * (deadline - now), where)
         done.append(found)
         if found.entries:
-            measured.write(name, sms, found.entries, functools.partial(_runs, device=device))
+            measured.write(name, sms, found.entries)
         torch.cuda.empty_cache()
     select.forget_measured()
     return done
-
-
-def _runs(config: dict, N: int, K: int, M: int, device: int) -> bool:
-    return select.can_run(config, N, K, M, select.device_properties(device)[1], select.shared_memory_limit(device))

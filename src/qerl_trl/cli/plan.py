@@ -178,7 +178,7 @@ def tune(
     weights = [Weight(sum(m.rows), m.columns, m.rows, rank) for m in matrices]
     with contextlib.redirect_stdout(sys.stderr):  # failing candidates print messages
         found = refine.refine(weights, sizes, seconds, note)
-    path = measured.path_of(measured.key_of(*select.device_properties(None)[:2]))
+    path = measured.path_of(*select.device_properties(None)[:2])
     took = time.monotonic() - begin
     names: dict[tuple[int, int], str] = {}
     for m in matrices:

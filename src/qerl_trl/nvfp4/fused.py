@@ -178,7 +178,8 @@ def measured_by_the_user(device: torch.device) -> tuple[list[str], str]:
         return [], ""
     found = kernels.select.measured_for(device.index)
     sizes: dict[tuple[int, int, int], int] = {}
-    for rows, columns, rank, _ in found.entries:
-        sizes[rows, columns, rank] = sizes.get((rows, columns, rank), 0) + 1
+    for place, (_, where) in found.entries.items():
+        if where == kernels.measured.HERE:
+            sizes[place[:3]] = sizes.get(place[:3], 0) + 1
     lines = [f"{n} x {k}, rank {rank}: {count} numbers of tokens" for (n, k, rank), count in sorted(sizes.items())]
     return lines and [str(found.path), *lines], found.problem
