@@ -175,9 +175,7 @@ def cases(sm: int, quick: bool):
             ]
             # also tried by `qerl-trl tune`
             natural = (
-                (M, config | {"natural": True}, [rank])
-                for M, config, (rank,) in chosen
-                if cost.can_be_natural(config)
+                (M, config | {"natural": True}, [rank]) for M, config, (rank,) in chosen if cost.can_be_natural(config)
             )
             invariant = [(M, config, [0, 32, 256]) for M, config in invariant]
             fp8 = []

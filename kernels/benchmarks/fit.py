@@ -195,7 +195,7 @@ def latest(rows: list[dict]) -> list[dict]:
 
 
 def faster_than_chosen(rows: list[dict], sms: int, model: dict) -> list[dict]:
-    """Entries: timed configurations faster by more than `GAIN` than the model's. Token counts with one price get one."""
+    """Entries: timed configurations faster than the model's by more than `GAIN`, one for all tokens with one price."""
     places: dict[tuple[int, int, int, int], list[dict]] = {}
     for row in latest(rows):
         row = row | {"candidates": kept(row, model)}

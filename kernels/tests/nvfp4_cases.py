@@ -166,7 +166,7 @@ def launchable(config: dict, N: int, K: int, M: int, sms: int, shared_memory: in
     kernel, get = config["kernel"], config.get
     tile = get("BM"), get("P"), get("S"), get("permute", get("X"))
     if kernel == "skinny":
-        return M <= get("BM") and 0 < get("grid") <= 16 * sms and select.skinny_fits(config, N, K)
+        return get("BM") >= M and 0 < get("grid") <= 16 * sms and select.skinny_fits(config, N, K)
     if kernel in ("wgmma", "wide"):
         known = cost.FP8 if get("fp8") else cost.WIDE if kernel == "wide" else cost.WGMMA
         return tile in known and 0 < get("grid") <= sms and cost.fits(N, K)

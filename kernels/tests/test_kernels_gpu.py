@@ -104,9 +104,7 @@ def test_mma(config):
 
 
 WIDE = [
-    {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": grid}
-    for BM, P, S, X in cost.WIDE
-    for grid in (5, 132)
+    {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": grid} for BM, P, S, X in cost.WIDE for grid in (5, 132)
 ]
 WIDE += [config | {"natural": True} for config in WIDE if cost.can_be_natural(config)]
 

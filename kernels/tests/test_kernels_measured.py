@@ -9,7 +9,7 @@ import pytest
 import torch
 from nvfp4_cases import Problem, launchable, relative_error
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 from qerl_nvfp4 import cost, measured, ops, portable, precompile, refine, select, tune
 from qerl_nvfp4.precompile import Weight
 
@@ -59,7 +59,7 @@ def test_each_device_package_and_triton_has_a_file_of_its_own(cache, monkeypatch
     name = "NVIDIA H100 80GB HBM3"
     found = [measured.path_of(*key) for key in ((name, 132), (name, 114), ("NVIDIA H200", 132))]
     assert found[0].name.startswith("NVIDIA_H100_80GB_HBM3-132-")
-    for changed in ((measured, "source_digest", lambda: "0123"), (triton, "__version__", "4.0")):
+    for changed in (("qerl_nvfp4.measured.source_digest", lambda: "0123"), ("triton.__version__", "4.0")):
         monkeypatch.setattr(*changed)
         found.append(measured.path_of(name, 132))
     assert len(set(found)) == 5

@@ -119,7 +119,9 @@ def layouts(N: int, K: int, M: int) -> list[dict]:
 def layouts_fp8(M: int) -> list[dict]:
     """The same for W4A8 and any number of tokens."""
     fitting = (t for t in FP8 if M / 4 <= t[0] < 2 * max(M, 16) or (t[0] >= 128 and M > 512))
-    return [{"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True} for BM, P, S, X in fitting]
+    return [
+        {"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True} for BM, P, S, X in fitting
+    ]
 
 
 def beside(config: dict, M: int) -> bool:
@@ -141,7 +143,7 @@ def candidates(N: int, K: int, M: int, sms: int, fp8: bool = False) -> list[dict
         # x A^T beside the product, or before it
         tasks = [True] * (M <= 512 or N * K < 2**25) + [False] * (M > 64 and config["BM"] > 64)
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
-    if M >= (257 if fp8 else 64) or not found:
+    if not found or (256 if fp8 else 63) < M:
         found.append({"kernel": "dense", "pieces": 1} | ({"fp8": True} if fp8 else {}))
     return found
 
@@ -215,9 +217,7 @@ def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, mode
     return sum(own.get(name, 0.0) * value for name, value in terms(config, N, K, M, sms, rows).items())
 
 
-def cheapest(
-    N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None, fp8: bool = False
-) -> dict | None:
+def cheapest(N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None, fp8: bool = False) -> dict | None:
     """The candidate that should take least; None where nothing is known about any. `rows` of the stacked A's (0: no adapter).
 
     The answer changes at `SIZES` only (with `fp8` at 16 too), so that what must be compiled ahead is known.

@@ -316,7 +316,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     from . import hopper_tile as hopper
     from .hopper_wgmma import wgmma_kernel
 
-    (M, K), N, wide, fp8 = x.shape, packed.shape[0], config["kernel"] == "wide", config.get("fp8", False)
+    (M, K), N, fp8 = x.shape, packed.shape[0], config.get("fp8", False)
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), cost.units_along(K)
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
