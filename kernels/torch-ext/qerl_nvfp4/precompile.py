@@ -154,12 +154,14 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _tokens_of(weight: Weight, device: int, bf16: bool) -> tuple[int, ...]:
+def _tokens_of(weight: Weight, device: int, bf16: bool, fp8: bool = False) -> tuple[int, ...]:
     """`TOKENS`, and where measurements of a matrix begin and end to answer."""
     if not bf16:
         return TOKENS
-    own = {key[3] for key in measured_for(device).entries if key[:3] == (*weight[:2], measured.padded(weight.rank))}
-    return tuple(sorted({*TOKENS, *own, *(T - measured.STEP + 1 for T in own), *(T + 1 for T in own)}))
+    place, step = (weight.N, weight.K, measured.padded(weight.rank), fp8), measured.STEP
+    own = {key[3]: found for key, found in measured_for(device).entries.items() if (*key[:3], key[4]) == place}
+    edges = {T for T in own if own.get(T + step) != own[T]} | {T - step for T in own if own.get(T - step) != own[T]}
+    return tuple(sorted({*TOKENS, *edges, *(edge + 1 for edge in edges)} - {0}))
 
 
 def _launch_all(
@@ -175,7 +177,7 @@ def _launch_all(
         weight = empty(N, K // 2, dtype=torch.uint8), ops.align_scale_rows(scale) if aligned else scale
         divisor = empty(1, dtype=torch.float32)  # one per row runs the same kernels
         adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
-        for M in _tokens_of(each, device, bf16) if tokens is None else tokens:
+        for M in _tokens_of(each, device, bf16, fp8) if tokens is None else tokens:
             arguments = (empty(M, K), *weight, divisor, empty(N) if bias else None, *adapter, empty(M, N))
             if invariant:
                 ops.product_in_any_batch(*arguments, fp8)

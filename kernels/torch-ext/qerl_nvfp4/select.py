@@ -24,16 +24,8 @@ import torch
 
 from . import bounds, cost, measured
 
-BUCKETS = (
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-)  # numbers of tokens that are listed; to 8 and to 16 `skinny` is another kernel
+# numbers of tokens that are listed for a user; up to 8 and up to 16 `skinny` is not the same kernel
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SMALLEST_SHARED_MEMORY = 99 * 1024  # bytes per block; of the GPUs from sm_80 on, sm_86, sm_89 and sm_12x have the least
 
 
