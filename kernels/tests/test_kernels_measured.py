@@ -106,11 +106,6 @@ def test_measured_configurations_are_compiled_ahead(hopper):
 
 # --- refused --------------------------------------------------------------------------------------
 
-DAMAGED = {
-    "cut": (lambda content: content[: len(content) // 2], "cannot be read"),
-    "edited": (lambda content: content.replace(b'"grid": 2', b'"grid": 3'), "not what was written"),
-}
-
 
 def refused(match: str) -> str:
     """The one warning; the shipped configuration is used."""
@@ -121,11 +116,11 @@ def refused(match: str) -> str:
     return str(said[0].message)
 
 
-@pytest.mark.parametrize("damage,match", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_refused_by_name_and_replaced(hopper, damage, match):
+@pytest.mark.parametrize("replaced,match", [(b"]", "cannot be read"), (b'"grid": 2', "not what was written")])
+def test_a_damaged_file_is_refused_by_name_and_replaced(hopper, replaced, match):
     keep(entry())
     path = measured.path_of("a Hopper", 132)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(path.read_bytes().replace(replaced, replaced[:-1] + b"3" * (len(replaced) > 1)))
     message = refused(match)
     assert str(path) in message and "\n" not in message
     assert path.name in select.measured_for(0).problem

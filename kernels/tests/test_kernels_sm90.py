@@ -198,21 +198,21 @@ def test_wgmma(BM, P, S, permute, rank, spills):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    "tile,natural,tasks,limit,spills",
+    "tile,order,tasks,limit,spills",
     [
-        ((160, 2, 3, 7), False, True, 4.6, 8),
-        ((256, 2, 2, 4), False, True, 6.0, 40),
-        ((144, 3, 3, 6), True, True, 6.8, 24),
+        ((160, 2, 3, 7), "decoded", True, 4.6, 8),
+        ((256, 2, 2, 4), "decoded", False, 6.0, 40),
+        ((144, 3, 3, 6), "natural", True, 6.8, 24),
     ],
 )
-def test_wide(tile, natural, tasks, limit, spills):
+def test_wide(tile, order, tasks, limit, spills):
     """A weight is decoded once for all parts of a tile, in registers, while the parts' wgmma run."""
     from qerl_nvfp4 import cost
     from qerl_nvfp4.hopper_tile import parts_of
 
     assert tile in cost.WIDE
     BM, P, *_ = tile
-    code, *_ = wgmma(*tile, "natural" if natural else "decoded", 32, tasks)
+    code, *_ = wgmma(*tile, order, 32, tasks)
     count = 16 * len(parts_of(BM))
     check(code, "HGMMA", 128, limit, spills, count=count)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
