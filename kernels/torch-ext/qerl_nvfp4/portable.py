@@ -122,6 +122,107 @@ def widen(v, INTERP: tl.constexpr):
 
 
 @triton.jit
+def encode_scale(v):
+    """float32 in [2^-6, 448] -> e4m3 bits (int32), round to nearest even."""
+    b = v.to(tl.int32, bitcast=True)
+    return ((b + 0x7FFFF + ((b >> 20) & 1)) >> 20) - 960
+
+
+@triton.jit
+def encode_e4m3(v, INTERP: tl.constexpr):
+    """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
+    if INTERP:
+        a = tl.abs(v)
+        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, the last bits of this sum
+        bits = tl.where(v == v, tl.where(a < 0.015625, small, encode_scale(a)), 127)
+        return bits | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
+    else:  # Triton's own cast goes through float16 on sm_89, and so rounds twice
+        bits = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [v], dtype=tl.uint8, is_pure=True, pack=2
+        )
+        return bits.to(tl.int32)
+
+
+# e4m3(code * scale / 8) of all magnitudes, for two scales: products are exact in float16
+TABLES = tl.constexpr(
+    "{ .reg .b16 c0, c1; .reg .b32 h, x, y, k<4>; cvt.rn.f16x2.e4m3x2 h, $4;"
+    "mov.b32 k0, 0x2c000000; mov.b32 k1, 0x32003000; mov.b32 k2, 0x36003400; mov.b32 k3, 0x3a003800;"
+    + "".join(
+        f"prmt.b32 x, h, 0, {scale};"
+        + "".join(
+            f"mul.rn.f16x2 y, x, k{2 * half}; cvt.rn.satfinite.e4m3x2.f16x2 c0, y;"
+            f"mul.rn.f16x2 y, x, k{2 * half + 1}; cvt.rn.satfinite.e4m3x2.f16x2 c1, y;"
+            f"mov.b32 ${2 * half + i}, {{c0, c1}};"
+            for half in range(2)
+        )
+        for i, scale in enumerate(("0x1010", "0x3232"))
+    )
+    + "}"
+)
+# a byte permute looks up four magnitudes; signs are spread over their bytes
+LOOK_UP = tl.constexpr("""{
+    .reg .b32 x, y, g0, g1; and.b32 x, $4, 0x77777777; shl.b32 y, $4, 4;
+    prmt.b32 g0, $4, y, 0x9D8C; prmt.b32 g1, $4, y, 0xBFAE;
+    prmt.b32 $0, $2, $3, x; shr.u32 x, x, 16; prmt.b32 $1, $2, $3, x;
+    lop3.b32 $0, $0, g0, 0x80808080, 0xF8; lop3.b32 $1, $1, g1, 0x80808080, 0xF8;
+}""")
+
+
+@triton.jit
+def e4m3_tables(s, INTERP: tl.constexpr):
+    """uint8 scales -> two int32 of four bytes, e4m3(code * scale / 8) of codes 0 to 3 and 4 to 7."""
+    if INTERP:
+        v = e4m3_value(s) * 0.125
+        low = encode_e4m3(v * 0.5, INTERP) << 8 | encode_e4m3(v, INTERP) << 16 | encode_e4m3(v * 1.5, INTERP) << 24
+        high = encode_e4m3(v * 2.0, INTERP) | encode_e4m3(v * 3.0, INTERP) << 8
+        return low, high | encode_e4m3(v * 4.0, INTERP) << 16 | encode_e4m3(v * 6.0, INTERP) << 24
+    else:
+        return tl.inline_asm_elementwise(
+            TABLES, "=&r,=&r,=&r,=&r,h", [s], dtype=(tl.int32, tl.int32), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def look_up(low, high, q, INTERP: tl.constexpr):
+    """8 codes (int32) -> two int32 of four e4m3, from the e4m3 of codes 0 to 3 (low) and 4 to 7 (high)."""
+    if INTERP:
+        first, second = tl.zeros_like(q), tl.zeros_like(q)
+        for i in tl.static_range(4):
+            a, b = q >> (4 * i), q >> (4 * i + 16)
+            first |= (tl.where((a & 4) == 0, low, high) >> (8 * (a & 3)) & 127 | (a & 8) << 4) << (8 * i)
+            second |= (tl.where((b & 4) == 0, low, high) >> (8 * (b & 3)) & 127 | (b & 8) << 4) << (8 * i)
+        return first, second
+    else:
+        return tl.inline_asm_elementwise(
+            LOOK_UP, "=&r,=&r,r,r,r", [low, high, q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def join4(a, b, c, d):
+    """Four [...] -> [..., 2, 2], in this order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def decode_block(q, s, INTERP: tl.constexpr):
+    """int64 of 16 codes, uint8 scales -> int32 [..., 2, 2], four e4m3(code * scale / 8) each."""
+    low, high = e4m3_tables(s, INTERP)
+    w0, w1 = look_up(low, high, q.to(tl.int32), INTERP)
+    w2, w3 = look_up(low, high, (q >> 32).to(tl.int32), INTERP)
+    return join4(w0, w1, w2, w3)
+
+
+@triton.jit
+def e4m3(b, INTERP: tl.constexpr):
+    """Bytes (any integer type) -> e4m3; in the interpreter their values in float32."""
+    if INTERP:
+        return tl.where(b & 128 == 0, e4m3_value(b & 127), -e4m3_value(b & 127))
+    else:
+        return b.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
 def decode_tile(q, s, BN: tl.constexpr, W: tl.constexpr, INTERP: tl.constexpr):
     """q int32 [BN, W], s uint8 [BN, W/2] -> [BN, W, 2 (i0), 2 (i1), 2 (pp)], values * 2^-8; column k = 8w + 4pp + 2*i1 + i0."""
     if INTERP:
@@ -307,6 +408,7 @@ def lora_up_kernel(
 @triton.jit(do_not_specialize=["M", "sgs", "iters_per_split", "num_splits", "mp", "ks_n", "e1", "e2", "RS"])
 def gemm_kernel(
     x_ptr,
+    token_ptr,
     w_ptr,
     s_ptr,
     gs_ptr,
@@ -340,6 +442,7 @@ def gemm_kernel(
     BIAS: tl.constexpr,
     RANK: tl.constexpr,
     BRANK: tl.constexpr,
+    FP8: tl.constexpr,
     INTERP: tl.constexpr,
 ):
     """y[m, n] = sum_k x[m, k] W[n, k] [+ bias[n]] [+ sum_r xa[shard(n) * RANK + r, m] b[n, r]].
@@ -347,6 +450,8 @@ def gemm_kernel(
     MMA: 3 = the k order that suits wgmma (sm_90, num_warps % 4 == 0, BM >= 16), 2 = the one that suits mma.sync.  Both are right
     everywhere; the wrong one only takes the weights through shared memory.  Split-K is deterministic: every split parks its float32
     tile, the last one to arrive adds them in a fixed order and resets the counter.
+
+    FP8: x is e4m3 bytes with a scale per token, w_ptr int64, the 16 codes of a block.
     """
     pid = tl.program_id(0)
     sk = tl.program_id(1)
@@ -356,12 +461,13 @@ def gemm_kernel(
     n_N = pn * BN + tl.arange(0, BN)
     m_M = pm * BM + tl.arange(0, BM)
     nc_N = tl.minimum(n_N, N - 1)
-    W: tl.constexpr = BK // 8
+    CODES: tl.constexpr = 16 if FP8 else 8  # per element of w_ptr
+    W: tl.constexpr = BK // CODES
     NC: tl.constexpr = BK // 128
     it0 = sk * iters_per_split
     it1 = tl.minimum(it0 + iters_per_split, tl.cdiv(K, BK))
     w_W = it0 * W + tl.arange(0, W)
-    s_S = it0 * (W // 2) + tl.arange(0, W // 2)
+    s_S = it0 * (BK // 16) + tl.arange(0, BK // 16)
     k_K = it0 * BK + tl.arange(0, BK)
     wp = w_ptr + nc_N[:, None].to(tl.int64) * swn + w_W[None, :]
     sp = s_ptr + nc_N[:, None].to(tl.int64) * ssn + s_S[None, :]
@@ -375,22 +481,27 @@ def gemm_kernel(
             x = tl.load(xp, mask=in_M, other=0.0)
         else:
             done = (i - it0) * BK
-            q = tl.load(wp, mask=w_W[None, :] * 8 + done < K, other=0)
+            q = tl.load(wp, mask=w_W[None, :] * CODES + done < K, other=0)
             s = tl.load(sp, mask=s_S[None, :] * 16 + done < K, other=0)
             x = tl.load(xp, mask=in_M & (k_K[None, :] + done < K), other=0.0)
         wp += W
-        sp += W // 2
+        sp += BK // 16
         xp += BK
-        P = decode_tile(q, s, BN, W, INTERP)
-        # word = 16c + 4t + j, t = lane within its quad: a lane owns 32 consecutive k of a chunk of 128
-        P = P.reshape(BN, NC, 4, 4, 2, 2, 2)  # n, c, t, j, i0, i1, pp
-        x = x.reshape(BM, NC, 4, 4, 2, 2, 2)  # m, c, t, j, pp, i1, i0
-        if MMA == 3:
-            P = P.permute(0, 1, 3, 5, 4, 2, 6).reshape(BN, BK)
-            x = x.permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, BK)
+        # a lane t of a quad owns 32 consecutive k of a chunk of 128
+        if FP8:
+            P = decode_block(q, s, INTERP)
+            P = join4(e4m3(P & 255, INTERP), e4m3(P >> 8 & 255, INTERP), e4m3(P >> 16 & 255, INTERP), e4m3(P >> 24 & 255, INTERP))
+            P = P.reshape(BN, NC, 4, 4, 8).permute(0, 1, 3, 2, 4).reshape(BN, BK)  # n, c, t, word, code
+            x = e4m3(x, INTERP).reshape(BM, NC, 4, 4, 8).permute(0, 1, 3, 2, 4).reshape(BM, BK)
         else:
-            P = P.permute(0, 1, 3, 2, 5, 4, 6).reshape(BN, BK)
-            x = x.permute(0, 1, 3, 2, 5, 6, 4).reshape(BM, BK)
+            P = decode_tile(q, s, BN, W, INTERP).reshape(BN, NC, 4, 4, 2, 2, 2)  # n, c, t, j, i0, i1, pp
+            x = x.reshape(BM, NC, 4, 4, 2, 2, 2)  # m, c, t, j, pp, i1, i0
+            if MMA == 3:
+                P = P.permute(0, 1, 3, 5, 4, 2, 6).reshape(BN, BK)
+                x = x.permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, BK)
+            else:
+                P = P.permute(0, 1, 3, 2, 5, 4, 6).reshape(BN, BK)
+                x = x.permute(0, 1, 3, 2, 5, 6, 4).reshape(BM, BK)
         if INTERP:
             acc += tl.dot(P, tl.trans(widen(x, INTERP)))
         elif x.dtype == tl.float16:
@@ -400,7 +511,7 @@ def gemm_kernel(
     if x_ptr.dtype.element_ty == tl.float16 and not INTERP:
         unit = tl.div_rn(tl.full((BN,), 1.0, tl.float32), tl.load(gs_ptr + nc_N * sgs))
     else:
-        unit = tl.div_rn(tl.full((BN,), 256.0, tl.float32), tl.load(gs_ptr + nc_N * sgs))
+        unit = tl.div_rn(tl.full((BN,), 8.0 if FP8 else 256.0, tl.float32), tl.load(gs_ptr + nc_N * sgs))
     if SPLIT:
         base = (
             ws_ptr
@@ -420,6 +531,8 @@ def gemm_kernel(
         last = True
     if last:
         acc = acc * unit[:, None]
+        if FP8:
+            acc *= tl.load(token_ptr + m_M, mask=m_M < M, other=0.0)[None, :]
         if BIAS:
             acc += tl.load(bias_ptr + nc_N).to(tl.float32)[:, None]
         if RANK > 0:
@@ -437,8 +550,8 @@ def gemm_kernel(
                     )
                 b = tl.load(b_ptr + nc_N[:, None].to(tl.int64) * RANK + r_R[None, :], mask=ok[None, :], other=0.0)
                 if INTERP:
-                    acc += tl.dot(widen(b, INTERP), widen(narrow(xa, x_ptr.dtype.element_ty, INTERP), INTERP))
+                    acc += tl.dot(widen(b, INTERP), widen(narrow(xa, b.dtype, INTERP), INTERP))
                 else:
-                    acc = tl.dot(b.to(x_ptr.dtype.element_ty), xa.to(x_ptr.dtype.element_ty), acc)
+                    acc = tl.dot(b, xa.to(b.dtype), acc)
         yp = y_ptr + m_M[None, :].to(tl.int64) * sym + n_N[:, None]
         tl.store(yp, narrow(acc, y_ptr.dtype.element_ty, INTERP), mask=(m_M[None, :] < M) & (n_N[:, None] < N))

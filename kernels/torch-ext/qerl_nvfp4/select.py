@@ -14,7 +14,7 @@ heuristic.  The table comes before the model at the numbers of tokens at which i
     {"kernel": "mma", "BM", "R", "NS", "SK"}                       ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                                  dequantize into a scratch buffer, then cuBLAS
-    {"kernel": ..., "fp8": True}                                   W4A8: `wgmma` or `wide` with S and X, or `dense` in e4m3
+    {"kernel": ..., "fp8": True}                                   W4A8: `wgmma` or `wide` with S and X, `portable`, or `dense` in e4m3
 
 `portable_shared_memory` keeps the portable kernel below the card's limit per block.
 """
@@ -224,6 +224,8 @@ def explain(
     """
     if fp8:
         _, sms, capability = device_properties(device_index)
+        if bf16 and capability[0] != 9 and M <= 128:
+            return without_gluon(N, K, M, device_index) | {"fp8": True}, "W4A8"
         if not bf16 or capability[0] != 9 or cost.SIZES[-1] < M:
             return DENSE_FP8, "W4A8"
         timed = cost.fastest_timed(N, K, M, sms, rank * shards, fp8=True)
