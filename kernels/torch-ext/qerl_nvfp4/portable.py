@@ -143,73 +143,53 @@ def encode_e4m3(v, INTERP: tl.constexpr):
         return bits.to(tl.int32)
 
 
-# e4m3(code * scale / 8) of all magnitudes, for two scales: products are exact in float16
-TABLES = tl.constexpr(
-    "{ .reg .b16 c0, c1; .reg .b32 h, x, y, k<4>; cvt.rn.f16x2.e4m3x2 h, $4;"
-    "mov.b32 k0, 0x2c000000; mov.b32 k1, 0x32003000; mov.b32 k2, 0x36003400; mov.b32 k3, 0x3a003800;"
-    + "".join(
-        f"prmt.b32 x, h, 0, {scale};"
-        + "".join(
-            f"mul.rn.f16x2 y, x, k{2 * half}; cvt.rn.satfinite.e4m3x2.f16x2 c0, y;"
-            f"mul.rn.f16x2 y, x, k{2 * half + 1}; cvt.rn.satfinite.e4m3x2.f16x2 c1, y;"
-            f"mov.b32 ${2 * half + i}, {{c0, c1}};"
-            for half in range(2)
-        )
-        for i, scale in enumerate(("0x1010", "0x3232"))
-    )
-    + "}"
-)
-# a byte permute looks up four magnitudes; signs are spread over their bytes
-LOOK_UP = tl.constexpr("""{
-    .reg .b32 x, y, g0, g1; and.b32 x, $4, 0x77777777; shl.b32 y, $4, 4;
-    prmt.b32 g0, $4, y, 0x9D8C; prmt.b32 g1, $4, y, 0xBFAE;
-    prmt.b32 $0, $2, $3, x; shr.u32 x, x, 16; prmt.b32 $1, $2, $3, x;
-    lop3.b32 $0, $0, g0, 0x80808080, 0xF8; lop3.b32 $1, $1, g1, 0x80808080, 0xF8;
-}""")
-
-
-@triton.jit
-def e4m3_tables(s, INTERP: tl.constexpr):
-    """uint8 scales -> two int32 of four bytes, e4m3(code * scale / 8) of codes 0 to 3 and 4 to 7."""
-    if INTERP:
-        v = e4m3_value(s) * 0.125
-        low = encode_e4m3(v * 0.5, INTERP) << 8 | encode_e4m3(v, INTERP) << 16 | encode_e4m3(v * 1.5, INTERP) << 24
-        high = encode_e4m3(v * 2.0, INTERP) | encode_e4m3(v * 3.0, INTERP) << 8
-        return low, high | encode_e4m3(v * 4.0, INTERP) << 16 | encode_e4m3(v * 6.0, INTERP) << 24
-    else:
-        return tl.inline_asm_elementwise(
-            TABLES, "=&r,=&r,=&r,=&r,h", [s], dtype=(tl.int32, tl.int32), is_pure=True, pack=2
-        )
-
-
-@triton.jit
-def look_up(low, high, q, INTERP: tl.constexpr):
-    """8 codes (int32) -> two int32 of four e4m3, from the e4m3 of codes 0 to 3 (low) and 4 to 7 (high)."""
-    if INTERP:
-        first, second = tl.zeros_like(q), tl.zeros_like(q)
-        for i in tl.static_range(4):
-            a, b = q >> (4 * i), q >> (4 * i + 16)
-            first |= (tl.where((a & 4) == 0, low, high) >> (8 * (a & 3)) & 127 | (a & 8) << 4) << (8 * i)
-            second |= (tl.where((b & 4) == 0, low, high) >> (8 * (b & 3)) & 127 | (b & 8) << 4) << (8 * i)
-        return first, second
-    else:
-        return tl.inline_asm_elementwise(
-            LOOK_UP, "=&r,=&r,r,r,r", [low, high, q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-        )
-
-
 @triton.jit
 def join4(a, b, c, d):
     """Four [...] -> [..., 2, 2], in this order."""
     return tl.join(tl.join(a, c), tl.join(b, d))
 
 
+# the 8 magnitudes times the scale ($6) / 8, exact in float16, as e4m3; a byte permute looks up four, signs are spread over their bytes
+DECODE_BLOCK = tl.constexpr(
+    "{ .reg .b16 a, b; .reg .b32 x, y, h, low, high; prmt.b32 x, $6, 0, 0x4400; mov.b32 {a, b}, x; cvt.rn.f16x2.e4m3x2 h, a;"
+    + "".join(
+        f"mov.b32 x, {first}; mul.rn.f16x2 x, h, x; cvt.rn.satfinite.e4m3x2.f16x2 a, x;"
+        f"mov.b32 x, {second}; mul.rn.f16x2 x, h, x; cvt.rn.satfinite.e4m3x2.f16x2 b, x; mov.b32 {table}, {{a, b}};"
+        for table, first, second in (("low", "0x2c000000", "0x32003000"), ("high", "0x36003400", "0x3a003800"))
+    )
+    + "".join(
+        f"and.b32 x, {q}, 0x77777777; prmt.b32 {w0}, low, high, x; shr.u32 x, x, 16; prmt.b32 {w1}, low, high, x; shl.b32 y, {q}, 4;"
+        f"prmt.b32 x, {q}, y, 0x9D8C; lop3.b32 {w0}, {w0}, x, 0x80808080, 0xF8;"
+        f"prmt.b32 x, {q}, y, 0xBFAE; lop3.b32 {w1}, {w1}, x, 0x80808080, 0xF8;"
+        for q, w0, w1 in (("$4", "$0", "$1"), ("$5", "$2", "$3"))
+    )
+    + "}"
+)
+
+
+@triton.jit
+def decode_four(q, v, INTERP: tl.constexpr):
+    """The four lowest codes times v, as e4m3 bytes of an int32."""
+    word = tl.zeros(q.shape, tl.int32)
+    for i in tl.static_range(4):
+        c = (q >> (4 * i)).to(tl.int32)
+        magnitude = ((c & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        word |= (encode_e4m3(magnitude * v, INTERP) | (c & 8) << 4) << (8 * i)
+    return word
+
+
 @triton.jit
 def decode_block(q, s, INTERP: tl.constexpr):
     """int64 of 16 codes, uint8 scales -> int32 [..., 2, 2], four e4m3(code * scale / 8) each."""
-    low, high = e4m3_tables(s, INTERP)
-    w0, w1 = look_up(low, high, q.to(tl.int32), INTERP)
-    w2, w3 = look_up(low, high, (q >> 32).to(tl.int32), INTERP)
+    if INTERP:
+        v = e4m3_value(s) * 0.125
+        w0, w1 = decode_four(q, v, INTERP), decode_four(q >> 16, v, INTERP)
+        w2, w3 = decode_four(q >> 32, v, INTERP), decode_four(q >> 48, v, INTERP)
+    else:
+        words = [q.to(tl.int32), (q >> 32).to(tl.int32), s.to(tl.int32)]
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            DECODE_BLOCK, "=&r,=&r,=&r,=&r,r,r,r", words, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+        )
     return join4(w0, w1, w2, w3)
 
 
@@ -490,7 +470,12 @@ def gemm_kernel(
         # a lane t of a quad owns 32 consecutive k of a chunk of 128
         if FP8:
             P = decode_block(q, s, INTERP)
-            P = join4(e4m3(P & 255, INTERP), e4m3(P >> 8 & 255, INTERP), e4m3(P >> 16 & 255, INTERP), e4m3(P >> 24 & 255, INTERP))
+            P = join4(
+                e4m3(P & 255, INTERP),
+                e4m3(P >> 8 & 255, INTERP),
+                e4m3(P >> 16 & 255, INTERP),
+                e4m3(P >> 24 & 255, INTERP),
+            )
             P = P.reshape(BN, NC, 4, 4, 8).permute(0, 1, 3, 2, 4).reshape(BN, BK)  # n, c, t, word, code
             x = e4m3(x, INTERP).reshape(BM, NC, 4, 4, 8).permute(0, 1, 3, 2, 4).reshape(BM, BK)
         else:

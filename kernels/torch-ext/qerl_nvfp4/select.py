@@ -223,9 +223,13 @@ def explain(
     with an adapter of this rank, on how many the rows of A depend.
     """
     if fp8:
-        _, sms, capability = device_properties(device_index)
-        if bf16 and capability[0] != 9 and M <= 128:
-            return without_gluon(N, K, M, device_index) | {"fp8": True}, "W4A8"
+        name, sms, capability = device_properties(device_index)
+        if bf16 and capability[0] != 9 and cost.SIZES[-1] >= M:
+            card, size = bounds.card_of(name, capability, sms), next(size for size in cost.SIZES if size >= M)
+            ours, dense = bounds.fp8_us(card, N, K, size) if card else (M, 128)
+            if ours <= dense:
+                config = portable_heuristic(N, K, M, sms, False, shared_memory_limit(device_index))
+                return config | {"fp8": True}, "W4A8"
         if not bf16 or capability[0] != 9 or cost.SIZES[-1] < M:
             return DENSE_FP8, "W4A8"
         timed = cost.fastest_timed(N, K, M, sms, rank * shards, fp8=True)
