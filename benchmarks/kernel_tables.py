@@ -8,6 +8,8 @@ from typing import Any
 from common import ROOT
 from speed_tables import measured_by, table
 
+from qerl_nvfp4 import bounds, cost, tune
+
 RESULTS = ROOT / "kernels/benchmarks/results"
 KERNELS = RESULTS / "h200.json"
 EVERY_SIZE = RESULTS / "every_size_h200.json"
@@ -16,6 +18,7 @@ LAYERS = {"h200": RESULTS / "layers_h200.json", "h100": RESULTS / "layers_h100.j
 FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
 #: token counts and models in the table of layers
 SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 320, 384, 448, 512)
+CARD_SIZES = (32, 64, 128, 256)
 MODELS = ("7B", "32B", "Llama-3-8B", "1.5B", "0.5B")
 
 
@@ -105,6 +108,29 @@ def every_size() -> str:
     )
 
 
-def every_size_h100() -> str:
-    """The same layers on an H100."""
-    return layers_of(LAYERS["h100"])
+def against_bf16() -> dict[str, list[str]]:
+    """Card -> speed of a 7B layer's products relative to cuBLAS bf16, and tokens from which bf16 is faster; for w4a16,
+    and w4a8 with FP8 units. Arithmetic of bounds.py."""
+    found, shapes = {}, tune.layer_shapes("7B").values()
+    for card in bounds.CARDS:
+        cells = found[card.name.removeprefix("GeForce ")] = []
+        w4a16 = lambda *of: bounds.priced(*of, (of[0].shared_kib - 1) * 1024)[0][0]  # noqa: E731
+        for price in (w4a16, lambda *of: min(bounds.fp8_us(*of)))[: 1 + (card.capability >= (8, 9))]:
+            us = {M: [sum(f(card, *NK, M) for NK in shapes) for f in (bounds.bf16_us, price)] for M in cost.SIZES}
+            last = max(M for M, (bf16, ours) in us.items() if ours <= bf16)
+            cells += [*(f"{us[M][0] / us[M][1]:.2f}" for M in CARD_SIZES), str(last + 1)]
+    return found
+
+
+def cards_bf16() -> str:
+    heads = [f"{name}, {M}" for name in ("w4a16", "w4a8") for M in (*CARD_SIZES, "bf16 faster from")]
+    rows = [[card, *cells, *["-"] * (len(heads) - len(cells))] for card, cells in against_bf16().items()]
+    return table(["card", *heads], rows).replace(f" {cost.SIZES[-1] + 1} |", " never |")
+
+
+def cards_bf16_first() -> str:
+    """The README's sentence."""
+    first = {card: cells[len(CARD_SIZES)] for card, cells in against_bf16().items()}
+    cards = ", ".join(f"{first[card]} ({card})" for card in sorted(first, key=lambda card: int(first[card])))
+    link = "[arithmetic](docs/source/speed.md#other-cards)"
+    return f"By {link}, not run, bf16 is faster than w4a16 from {cards} sequences on."

@@ -14,9 +14,7 @@ import argparse
 import importlib.metadata
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +23,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from common import commit, save
 
 import qerl_nvfp4
 from qerl_nvfp4 import ops, precompile, reference, select, tune
@@ -228,25 +229,8 @@ def sums(rows: list[dict]) -> list[dict]:
             for key in ("floor_us", "bf16_us", "marlin_us", "ours_us", "ours_lora_us"):
                 if all(key in r for r in four):
                     entry[key] = round(sum(r[key] for r in four), 2)
-            if "ours_us" in entry:
-                entry["ratio"] = round(entry["bf16_us"] / entry["ours_us"], 3)
-            if "ours_us" in entry and "ours_lora_us" in entry:
-                entry["lora_overhead"] = round(entry["ours_lora_us"] / entry["ours_us"] - 1, 4)
-            if "marlin_us" in entry:
-                entry["marlin_ratio"] = round(entry["bf16_us"] / entry["marlin_us"], 3)
             found.append(entry)
     return found
-
-
-def commit() -> str:
-    if os.environ.get("BENCH_COMMIT"):
-        return os.environ["BENCH_COMMIT"]
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
-    head, changes = (
-        subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-        for command in commands
-    )
-    return (head or "unknown") + (" with uncommitted changes" if changes else "")
 
 
 def main() -> None:
@@ -278,11 +262,9 @@ def main() -> None:
         "describe": qerl_nvfp4.describe(), "lora_rank": RANK, "compute": args.compute, "rows": [],
     }  # fmt: skip
 
-    def save() -> None:
+    def written() -> None:
         result["sums"] = sums(result["rows"])
-        temporary = Path(args.out + ".tmp")
-        temporary.write_text(json.dumps(result, indent=1))
-        os.replace(temporary, args.out)
+        save(result, Path(args.out))
 
     for name, N, K in shapes:
         if time.time() - begin > args.seconds:
@@ -296,13 +278,13 @@ def main() -> None:
             line = f"{name:12s} M={M:5d} ours {ours:8.2f} ({100 * row['floor_us'] / ours:3.0f} % of floor)"
             line += f" lora {row.get('ours_lora_us', float('nan')):8.2f} bf16 {row['bf16_us']:8.2f}"
             print(line + f" marlin {row.get('marlin_us', float('nan')):8.2f}", flush=True)
-        save()
+        written()
         del matrix
         torch.cuda.empty_cache()
     for s in result.get("sums", []):
         print(s, flush=True)
     if args.humming:
-        add_humming(result, tokens, args.compute, save)
+        add_humming(result, tokens, args.compute, written)
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 
 

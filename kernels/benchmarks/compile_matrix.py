@@ -182,6 +182,9 @@ def cases(sm: int, quick: bool):
             if bf16 and sm == 90:
                 some = (config for M in tokens for config in cost.candidates(N, K, M, CARDS[sm][1], fp8=True))
                 fp8 = [(config.get("BM", 2048), config, [0, 32]) for config in some if config["kernel"] != "dense"]
+            elif bf16 and sm >= 89:
+                some = ((M, select.choose(N, K, M, 0, True, fp8=True), [0, 32, 256]) for M in tokens)
+                fp8 = [each for each in some if each[1]["kernel"] != "dense"]
             for M, config, ranks in (*chosen, *natural, *invariant, *fp8):
                 if M in for_wide and config["kernel"] != "wide":
                     continue

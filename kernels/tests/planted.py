@@ -29,6 +29,7 @@ TESTS = (
     "test_kernels_interpreter.py::test_fp8_is_bit_equal",
     "test_kernels_interpreter.py::test_fp8_products",
     "test_kernels_interpreter.py::test_the_backward_product_goes_through_the_dequantized_weight",
+    "test_kernels_interpreter.py::test_gemm[W4A8-one-token-bf16]",
 )
 FIRST = {
     "hopper_wgmma": "test_wgmma",
@@ -37,6 +38,7 @@ FIRST = {
     "ampere": "test_mma",
     "launch": "test_skinny",
     "ops": "test_kernels_interpreter",
+    "portable": "W4A8",
 }  # by file, the test that finds its defects soonest
 LIMIT_S = 900
 CONTROL = {"defect": "none", "file": "launch.py", "old": "import math", "new": "import math"}

@@ -124,11 +124,14 @@ def test_wide(config):
     run(config, BM - 3, 768, 768, rank=72, pdl=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, "fp8"], ids=str)
 @pytest.mark.parametrize("M,N,K,SK", [(1, 200, 384, 3), (17, 70, 272, 1), (40, 1000, 1024, 4), (64, 256, 16, 1)])
-def test_portable(M, N, K, SK, dtype):
-    BM = 16 if M <= 16 else 32 if M <= 32 else 64
-    config = {"kernel": "portable", "BM": BM, "BN": 64, "BK": 128, "SK": SK, "NW": 4, "NS": 3}
+def test_portable(M, N, K, SK, form):
+    BM, fp8 = 16 if M <= 16 else 32 if M <= 32 else 64, form == "fp8"
+    dtype = torch.bfloat16 if fp8 else form
+    if fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 matrix units")
+    config = {"kernel": "portable", "BM": BM, "BN": 64, "BK": 128, "SK": SK, "NW": 4, "NS": 3, "fp8": fp8}
     config["MMA"] = 3 if torch.cuda.get_device_capability()[0] == 9 else 2
     for rank in (0, 16, 200):
         run(config, M, N, K, rank=rank, per_row=rank == 0, dtype=dtype)

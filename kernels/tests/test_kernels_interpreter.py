@@ -81,8 +81,8 @@ def test_rms_norm(K, transposed, residual):
     assert not residual or torch.equal(h, expected[1])
 
 
-def configuration(BM, BN, SK, MMA=3, BK=128):
-    return {"kernel": "portable", "BM": BM, "BN": BN, "BK": BK, "SK": SK, "NW": 4, "NS": 1, "MMA": MMA}
+def configuration(BM, BN, SK, MMA=3, BK=128, fp8=False):
+    return {"kernel": "portable", "BM": BM, "BN": BN, "BK": BK, "SK": SK, "NW": 4, "NS": 1, "MMA": MMA, "fp8": fp8}
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.bfloat16, 3e-3), (torch.float16, 5e-4)], ids=["bf16", "fp16"])
@@ -94,6 +94,8 @@ def configuration(BM, BN, SK, MMA=3, BK=128):
         pytest.param(5, 70, 272, configuration(16, 64, 2, MMA=2), id="odd-N-tail-K"),
         pytest.param(33, 24, 16, configuration(32, 32, 1), id="K16"),
         pytest.param(3, 64, 512, configuration(16, 64, 2, BK=256), id="BK256"),
+        pytest.param(1, 48, 128, configuration(16, 32, 1, fp8=True), id="W4A8-one-token"),
+        pytest.param(17, 70, 656, configuration(16, 64, 3, fp8=True), id="W4A8-split3-odd-N-tail-K"),
     ],
 )
 def test_gemm(M, N, K, config, dtype, limit):
@@ -103,11 +105,12 @@ def test_gemm(M, N, K, config, dtype, limit):
 @pytest.mark.parametrize(
     "rank,splits", [(4, (32, 64)), (32, (32, 32, 32)), (32, (40, 56)), (136, None), (136, (32, 64)), (256, (40, 56))]
 )
-def test_fused_lora(rank, splits):
+@pytest.mark.parametrize("compute", reference.COMPUTE)
+def test_fused_lora(rank, splits, compute):
     problem = Problem(5, 96, 1152, rank, splits, seed=rank, bias=False)
-    out = problem.by(configuration(16, 32, 2), pdl=False)
-    assert relative_error(out, problem.exact()) < 5e-3
-    base = reference.linear(problem.x.double(), *problem.weight)
+    out = problem.by(configuration(16, 32, 2, fp8=compute == "w4a8"), pdl=False)
+    assert relative_error(out, problem.exact(compute)) < 5e-3
+    base = reference.linear(problem.x.double(), *problem.weight, compute=compute)
     assert relative_error(out, base) > 2e-2  # the adapter is large enough to be missed
 
 

@@ -33,7 +33,7 @@ def test_what_a_kernel_needs_comes_in_records_and_tuples():
     functions = [n for path in PACKAGE.glob("*.py") for n in ast.walk(ast.parse(path.read_text()))]
     counts = {n.name: len(n.args.args) for n in functions if isinstance(n, ast.FunctionDef)}
     many = {name: count for name, count in counts.items() if name.endswith("_kernel") and count > 15}
-    assert "wgmma_kernel" in counts and many == {"skinny_kernel": 37, "mma_kernel": 32, "gemm_kernel": 35}
+    assert "wgmma_kernel" in counts and many == {"skinny_kernel": 37, "mma_kernel": 32, "gemm_kernel": 37}
 
 
 def test_build_description():

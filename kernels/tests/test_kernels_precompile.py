@@ -134,8 +134,9 @@ def variants(weight, tokens, invariant: bool, fp8: bool) -> set:
         (("NVIDIA H200", 132, (9, 0)), (False, True)),
         (("an H100", 114, (9, 0)), (False, False)),
         (("an RTX", 128, (8, 9)), (False, False)),
+        (("an RTX", 128, (8, 9)), (False, True)),
     ],
-    ids=["H200", "H200 invariant", "H200 W4A8", "H100", "RTX"],
+    ids=["H200", "H200 invariant", "H200 W4A8", "H100", "RTX", "RTX W4A8"],
 )
 def test_no_other_number_of_tokens_runs_another_kernel(h200, pretend, monkeypatch, gpu, how):
     monkeypatch.setattr(cost, "factors", lambda: cost.shipped()["factors"])

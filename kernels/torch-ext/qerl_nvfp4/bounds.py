@@ -40,8 +40,8 @@ ISSUED = {
 }
 #: per thread, what the compiler is given: it spills nothing, and three or four programs of 32 tokens, three or two of 64 fit a multiprocessor
 REGISTERS = {(32, 1): 128, (32, 2): 168, (64, 1): 168, (64, 2): 255, (128, 2): 255}
-#: shares of a bound that are usually reached: by the mma kernel, by cuBLAS of the matrix units, of the memory by a kernel that streams
-OURS, LIBRARY, STREAM = 0.7, 0.85, 0.85
+#: shares of a bound that are usually reached: by the mma and the portable kernel, by cuBLAS of the matrix units, of the memory by a stream
+OURS, PORTABLE, LIBRARY, STREAM = 0.7, 0.6, 0.85, 0.85
 L2_BYTES = 32  # per clock and multiprocessor
 LAUNCH_US, START_US = 2.0, 1.5  # a launch in a CUDA graph without overlap; the first bytes of a program
 
@@ -121,10 +121,14 @@ def dense_us(card: Card, N: int, K: int, M: int) -> float:
     return LAUNCH_US + 2.5625 * N * K / (card.gb_s * 1e3) / STREAM + bf16_us(card, N, K, M)
 
 
-def floor_us(card: Card, N: int, K: int, M: int) -> float:
-    """What nothing can be faster than: the packed bytes, x and y over the bandwidth, or the operations over the matrix units."""
-    bytes_us = (N * K * 0.5625 + 2 * M * K + 2 * M * N) / (card.gb_s * 1e3)
-    return max(bytes_us, M * N * K / (card.sms * card.macs * card.ghz * 1e3))
+def fp8_us(card: Card, N: int, K: int, M: int) -> tuple[float, float]:
+    """What W4A8 should take by the portable kernel, and by decoding to e4m3 and cuBLAS; quantizing x is a launch of both."""
+    byte, row = 1 / (card.gb_s * 1e3), N * K / (2 * card.sms * card.macs * card.ghz * 1e3)
+    tokens = next((BM for BM in (16, 32) if M <= BM), math.ceil(M / 64) * 64)
+    moved = (4 * M * K + 2 * M * N) * byte
+    portable = 2 * LAUNCH_US + START_US + max(N * K * 0.5625 * byte + moved, tokens * row) / PORTABLE
+    multiply = max((N * K * byte + moved) / STREAM, M * row / LIBRARY)
+    return portable, 3 * LAUNCH_US + 1.5625 * N * K * byte / STREAM + multiply
 
 
 def even_splits(steps: int, wanted: int) -> tuple[int, int]:

@@ -4,14 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .portable import e4m3_value, narrow, widen
-
-
-@triton.jit
-def encode_scale(v):
-    """float32 in [2^-6, 448] -> e4m3 bits (int32), round to nearest even."""
-    b = v.to(tl.int32, bitcast=True)
-    return ((b + 0x7FFFF + ((b >> 20) & 1)) >> 20) - 960
+from .portable import decode_block, e4m3_value, encode_e4m3, encode_scale, join4, narrow, widen
 
 
 @triton.jit
@@ -266,21 +259,6 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def encode_e4m3(v, INTERP: tl.constexpr):
-    """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
-    if INTERP:
-        a = tl.abs(v)
-        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, the last bits of this sum
-        bits = tl.where(v == v, tl.where(a < 0.015625, small, encode_scale(a)), 127)
-        return bits | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
-    else:  # Triton's own cast goes through float16 on sm_89, and so rounds twice
-        bits = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [v], dtype=tl.uint8, is_pure=True, pack=2
-        )
-        return bits.to(tl.int32)
-
-
-@triton.jit
 def quantize_fp8_kernel(
     x_ptr,
     f_ptr,
@@ -315,50 +293,14 @@ def quantize_fp8_kernel(
     tl.store(q_ptr + row * columns + p, x8.to(tl.uint8), mask=p < columns)
 
 
-# prmt picks four of eight bytes by the magnitudes of four codes, and the bytes 0 or 0x80 by their signs
-LOOK_UP = tl.constexpr("""{
-    .reg .b32 c, s, t, z, m; mov.b32 z, 0; mov.b32 m, 0x80808080;
-    and.b32 c, $4, 0x77777777; shr.u32 s, $4, 1; and.b32 s, s, 0x44444444;
-    prmt.b32 t, z, m, s; prmt.b32 $0, $2, $3, c; or.b32 $0, $0, t;
-    shr.u32 c, c, 16; shr.u32 s, s, 16; prmt.b32 t, z, m, s; prmt.b32 $1, $2, $3, c; or.b32 $1, $1, t;
-}""")
-
-
-@triton.jit
-def look_up(low, high, q, INTERP: tl.constexpr):
-    """8 codes (int32) -> two int32 of four e4m3, from the e4m3 of codes 0 to 3 (low) and 4 to 7 (high)."""
-    if INTERP:
-        first, second = tl.zeros_like(q), tl.zeros_like(q)
-        for i in tl.static_range(4):
-            a, b = q >> (4 * i), q >> (4 * i + 16)
-            first |= (tl.where((a & 4) == 0, low, high) >> (8 * (a & 3)) & 127 | (a & 8) << 4) << (8 * i)
-            second |= (tl.where((b & 4) == 0, low, high) >> (8 * (b & 3)) & 127 | (b & 8) << 4) << (8 * i)
-        return first, second
-    else:
-        return tl.inline_asm_elementwise(
-            LOOK_UP, "=&r,=&r,r,r,r", [low, high, q], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def join4(a, b, c, d):
-    """Four [...] -> [..., 2, 2], in this order."""
-    return tl.join(tl.join(a, c), tl.join(b, d))
-
-
 @triton.jit
 def decode_fp8(w_ptr, s_ptr, n, b, N, blocks, swn, ssn, INTERP: tl.constexpr):
     """Blocks b of rows n -> int32 [n, b, 2, 2] of four e4m3(code * scale / 8) each; the codes of a block are one int64."""
     mask = (n[:, None] < N) & (b[None, :] < blocks)
     n64 = n[:, None].to(tl.int64)
     q = tl.load(w_ptr + n64 * swn + b[None, :], mask=mask, other=0, eviction_policy="evict_first")
-    s = e4m3_value(tl.load(s_ptr + n64 * ssn + b[None, :], mask=mask, other=0)) * 0.125
-    low = encode_e4m3(s * 0.5, INTERP) << 8 | encode_e4m3(s, INTERP) << 16 | encode_e4m3(s * 1.5, INTERP) << 24
-    high = encode_e4m3(s * 2.0, INTERP) | encode_e4m3(s * 3.0, INTERP) << 8
-    high |= encode_e4m3(s * 4.0, INTERP) << 16 | encode_e4m3(s * 6.0, INTERP) << 24
-    w0, w1 = look_up(low, high, q.to(tl.int32), INTERP)
-    w2, w3 = look_up(low, high, (q >> 32).to(tl.int32), INTERP)
-    return join4(w0, w1, w2, w3)
+    s = tl.load(s_ptr + n64 * ssn + b[None, :], mask=mask, other=0)
+    return decode_block(q, s, INTERP)
 
 
 @triton.jit

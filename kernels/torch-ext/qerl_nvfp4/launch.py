@@ -482,19 +482,25 @@ def launch_portable(
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     tiles, per_split, SK, partial, counters = _split(x.device, (M, BM), (N, BN), math.ceil(K / BK), config["SK"])
     gs, sgs = scale_args(global_scale)
-    words, scales = packed.view(torch.int32), scale_bytes(block_scale)
+    fp8, given, token_scale = config.get("fp8", False), x, gs
+    words, scales = packed.view(torch.int64 if fp8 else torch.int32), scale_bytes(block_scale)
+    if fp8:
+        x = scratch(x.device, "x8", M * K, torch.float8_e4m3fn)[: M * K].view(M, K).view(torch.uint8)
+        token_scale = scratch(x.device, "x8 scale", M, torch.float32)
+        quantize_rows(given, x, token_scale, False, None, False)
     rank, rows, edges, xa, slices, padded = 0, 0, (0, 0), partial, 0, 0
     if lora is not None:
         rank, rows, edges = lora.rank, lora.rows, lora.edges
-        xa, slices, padded = lora_down(x, lora_a, config.get("down"))
+        xa, slices, padded = lora_down(given, lora_a, config.get("down"))
     launcher(portable.gemm_kernel, tiles, SK)(
         x_ptr=x,
+        token_ptr=token_scale,
         w_ptr=words,
         s_ptr=scales,
         gs_ptr=gs,
-        bias_ptr=x if bias is None else bias,
+        bias_ptr=given if bias is None else bias,
         xa_ptr=xa,
-        b_ptr=x if lora is None else lora.b,
+        b_ptr=given if lora is None else lora.b,
         y_ptr=out,
         ws_ptr=partial,
         cnt_ptr=counters,
@@ -522,6 +528,7 @@ def launch_portable(
         BIAS=bias is not None,
         RANK=rank,
         BRANK=max(16, min(64, 1 << (rank - 1).bit_length())) if rank else 16,
+        FP8=fp8,
         INTERP=portable.INTERPRET,
         num_warps=config["NW"],
         num_stages=config["NS"],

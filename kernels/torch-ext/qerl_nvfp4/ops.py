@@ -402,7 +402,7 @@ def _instead_of(config: dict, N: int, K: int, M: int, index: int) -> dict:
 def usable(config: dict, x, packed, block_scale) -> bool:
     """Whether the memory layout suits the kernel: unit strides; the bulk copy engine also wants 16-byte rows and addresses."""
     scale_alignment = 16 if config["kernel"] in ("wgmma", "wide") else 2 if config["kernel"] in ("skinny", "mma") else 1
-    word_alignment = 16 if config["kernel"] in ("skinny", "wgmma", "wide", "mma") else 4
+    word_alignment = 16 if config["kernel"] in ("skinny", "wgmma", "wide", "mma") else 8 if config.get("fp8") else 4
     return (
         x.stride(1) == 1
         and packed.stride(1) == 1

@@ -122,6 +122,87 @@ def widen(v, INTERP: tl.constexpr):
 
 
 @triton.jit
+def encode_scale(v):
+    """float32 in [2^-6, 448] -> e4m3 bits (int32), round to nearest even."""
+    b = v.to(tl.int32, bitcast=True)
+    return ((b + 0x7FFFF + ((b >> 20) & 1)) >> 20) - 960
+
+
+@triton.jit
+def encode_e4m3(v, INTERP: tl.constexpr):
+    """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
+    if INTERP:
+        a = tl.abs(v)
+        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, the last bits of this sum
+        bits = tl.where(v == v, tl.where(a < 0.015625, small, encode_scale(a)), 127)
+        return bits | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
+    else:  # Triton's own cast goes through float16 on sm_89, and so rounds twice
+        bits = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [v], dtype=tl.uint8, is_pure=True, pack=2
+        )
+        return bits.to(tl.int32)
+
+
+@triton.jit
+def join4(a, b, c, d):
+    """Four [...] -> [..., 2, 2], in this order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+# the 8 magnitudes times the scale ($6) / 8, exact in float16, as e4m3; a byte permute looks up four, signs are spread over their bytes
+DECODE_BLOCK = tl.constexpr(
+    "{ .reg .b16 a, b; .reg .b32 x, y, h, low, high; prmt.b32 x, $6, 0, 0x4400; mov.b32 {a, b}, x; cvt.rn.f16x2.e4m3x2 h, a;"
+    + "".join(
+        f"mov.b32 x, {first}; mul.rn.f16x2 x, h, x; cvt.rn.satfinite.e4m3x2.f16x2 a, x;"
+        f"mov.b32 x, {second}; mul.rn.f16x2 x, h, x; cvt.rn.satfinite.e4m3x2.f16x2 b, x; mov.b32 {table}, {{a, b}};"
+        for table, first, second in (("low", "0x2c000000", "0x32003000"), ("high", "0x36003400", "0x3a003800"))
+    )
+    + "".join(
+        f"and.b32 x, {q}, 0x77777777; prmt.b32 {w0}, low, high, x; shr.u32 x, x, 16; prmt.b32 {w1}, low, high, x; shl.b32 y, {q}, 4;"
+        f"prmt.b32 x, {q}, y, 0x9D8C; lop3.b32 {w0}, {w0}, x, 0x80808080, 0xF8;"
+        f"prmt.b32 x, {q}, y, 0xBFAE; lop3.b32 {w1}, {w1}, x, 0x80808080, 0xF8;"
+        for q, w0, w1 in (("$4", "$0", "$1"), ("$5", "$2", "$3"))
+    )
+    + "}"
+)
+
+
+@triton.jit
+def decode_four(q, v, INTERP: tl.constexpr):
+    """The four lowest codes times v, as e4m3 bytes of an int32."""
+    word = tl.zeros(q.shape, tl.int32)
+    for i in tl.static_range(4):
+        c = (q >> (4 * i)).to(tl.int32)
+        magnitude = ((c & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        word |= (encode_e4m3(magnitude * v, INTERP) | (c & 8) << 4) << (8 * i)
+    return word
+
+
+@triton.jit
+def decode_block(q, s, INTERP: tl.constexpr):
+    """int64 of 16 codes, uint8 scales -> int32 [..., 2, 2], four e4m3(code * scale / 8) each."""
+    if INTERP:
+        v = e4m3_value(s) * 0.125
+        w0, w1 = decode_four(q, v, INTERP), decode_four(q >> 16, v, INTERP)
+        w2, w3 = decode_four(q >> 32, v, INTERP), decode_four(q >> 48, v, INTERP)
+    else:
+        words = [q.to(tl.int32), (q >> 32).to(tl.int32), s.to(tl.int32)]
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            DECODE_BLOCK, "=&r,=&r,=&r,=&r,r,r,r", words, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+        )
+    return join4(w0, w1, w2, w3)
+
+
+@triton.jit
+def e4m3(b, INTERP: tl.constexpr):
+    """Bytes (any integer type) -> e4m3; in the interpreter their values in float32."""
+    if INTERP:
+        return tl.where(b & 128 == 0, e4m3_value(b & 127), -e4m3_value(b & 127))
+    else:
+        return b.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
 def decode_tile(q, s, BN: tl.constexpr, W: tl.constexpr, INTERP: tl.constexpr):
     """q int32 [BN, W], s uint8 [BN, W/2] -> [BN, W, 2 (i0), 2 (i1), 2 (pp)], values * 2^-8; column k = 8w + 4pp + 2*i1 + i0."""
     if INTERP:
@@ -307,6 +388,7 @@ def lora_up_kernel(
 @triton.jit(do_not_specialize=["M", "sgs", "iters_per_split", "num_splits", "mp", "ks_n", "e1", "e2", "RS"])
 def gemm_kernel(
     x_ptr,
+    token_ptr,
     w_ptr,
     s_ptr,
     gs_ptr,
@@ -340,6 +422,7 @@ def gemm_kernel(
     BIAS: tl.constexpr,
     RANK: tl.constexpr,
     BRANK: tl.constexpr,
+    FP8: tl.constexpr,
     INTERP: tl.constexpr,
 ):
     """y[m, n] = sum_k x[m, k] W[n, k] [+ bias[n]] [+ sum_r xa[shard(n) * RANK + r, m] b[n, r]].
@@ -347,6 +430,8 @@ def gemm_kernel(
     MMA: 3 = the k order that suits wgmma (sm_90, num_warps % 4 == 0, BM >= 16), 2 = the one that suits mma.sync.  Both are right
     everywhere; the wrong one only takes the weights through shared memory.  Split-K is deterministic: every split parks its float32
     tile, the last one to arrive adds them in a fixed order and resets the counter.
+
+    FP8: x is e4m3 bytes with a scale per token, w_ptr int64, the 16 codes of a block.
     """
     pid = tl.program_id(0)
     sk = tl.program_id(1)
@@ -356,12 +441,13 @@ def gemm_kernel(
     n_N = pn * BN + tl.arange(0, BN)
     m_M = pm * BM + tl.arange(0, BM)
     nc_N = tl.minimum(n_N, N - 1)
-    W: tl.constexpr = BK // 8
+    CODES: tl.constexpr = 16 if FP8 else 8  # per element of w_ptr
+    W: tl.constexpr = BK // CODES
     NC: tl.constexpr = BK // 128
     it0 = sk * iters_per_split
     it1 = tl.minimum(it0 + iters_per_split, tl.cdiv(K, BK))
     w_W = it0 * W + tl.arange(0, W)
-    s_S = it0 * (W // 2) + tl.arange(0, W // 2)
+    s_S = it0 * (BK // 16) + tl.arange(0, BK // 16)
     k_K = it0 * BK + tl.arange(0, BK)
     wp = w_ptr + nc_N[:, None].to(tl.int64) * swn + w_W[None, :]
     sp = s_ptr + nc_N[:, None].to(tl.int64) * ssn + s_S[None, :]
@@ -375,22 +461,32 @@ def gemm_kernel(
             x = tl.load(xp, mask=in_M, other=0.0)
         else:
             done = (i - it0) * BK
-            q = tl.load(wp, mask=w_W[None, :] * 8 + done < K, other=0)
+            q = tl.load(wp, mask=w_W[None, :] * CODES + done < K, other=0)
             s = tl.load(sp, mask=s_S[None, :] * 16 + done < K, other=0)
             x = tl.load(xp, mask=in_M & (k_K[None, :] + done < K), other=0.0)
         wp += W
-        sp += W // 2
+        sp += BK // 16
         xp += BK
-        P = decode_tile(q, s, BN, W, INTERP)
-        # word = 16c + 4t + j, t = lane within its quad: a lane owns 32 consecutive k of a chunk of 128
-        P = P.reshape(BN, NC, 4, 4, 2, 2, 2)  # n, c, t, j, i0, i1, pp
-        x = x.reshape(BM, NC, 4, 4, 2, 2, 2)  # m, c, t, j, pp, i1, i0
-        if MMA == 3:
-            P = P.permute(0, 1, 3, 5, 4, 2, 6).reshape(BN, BK)
-            x = x.permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, BK)
+        # a lane t of a quad owns 32 consecutive k of a chunk of 128
+        if FP8:
+            P = decode_block(q, s, INTERP)
+            P = join4(
+                e4m3(P & 255, INTERP),
+                e4m3(P >> 8 & 255, INTERP),
+                e4m3(P >> 16 & 255, INTERP),
+                e4m3(P >> 24 & 255, INTERP),
+            )
+            P = P.reshape(BN, NC, 4, 4, 8).permute(0, 1, 3, 2, 4).reshape(BN, BK)  # n, c, t, word, code
+            x = e4m3(x, INTERP).reshape(BM, NC, 4, 4, 8).permute(0, 1, 3, 2, 4).reshape(BM, BK)
         else:
-            P = P.permute(0, 1, 3, 2, 5, 4, 6).reshape(BN, BK)
-            x = x.permute(0, 1, 3, 2, 5, 6, 4).reshape(BM, BK)
+            P = decode_tile(q, s, BN, W, INTERP).reshape(BN, NC, 4, 4, 2, 2, 2)  # n, c, t, j, i0, i1, pp
+            x = x.reshape(BM, NC, 4, 4, 2, 2, 2)  # m, c, t, j, pp, i1, i0
+            if MMA == 3:
+                P = P.permute(0, 1, 3, 5, 4, 2, 6).reshape(BN, BK)
+                x = x.permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, BK)
+            else:
+                P = P.permute(0, 1, 3, 2, 5, 4, 6).reshape(BN, BK)
+                x = x.permute(0, 1, 3, 2, 5, 6, 4).reshape(BM, BK)
         if INTERP:
             acc += tl.dot(P, tl.trans(widen(x, INTERP)))
         elif x.dtype == tl.float16:
@@ -400,7 +496,7 @@ def gemm_kernel(
     if x_ptr.dtype.element_ty == tl.float16 and not INTERP:
         unit = tl.div_rn(tl.full((BN,), 1.0, tl.float32), tl.load(gs_ptr + nc_N * sgs))
     else:
-        unit = tl.div_rn(tl.full((BN,), 256.0, tl.float32), tl.load(gs_ptr + nc_N * sgs))
+        unit = tl.div_rn(tl.full((BN,), 8.0 if FP8 else 256.0, tl.float32), tl.load(gs_ptr + nc_N * sgs))
     if SPLIT:
         base = (
             ws_ptr
@@ -420,6 +516,8 @@ def gemm_kernel(
         last = True
     if last:
         acc = acc * unit[:, None]
+        if FP8:
+            acc *= tl.load(token_ptr + m_M, mask=m_M < M, other=0.0)[None, :]
         if BIAS:
             acc += tl.load(bias_ptr + nc_N).to(tl.float32)[:, None]
         if RANK > 0:
@@ -437,8 +535,8 @@ def gemm_kernel(
                     )
                 b = tl.load(b_ptr + nc_N[:, None].to(tl.int64) * RANK + r_R[None, :], mask=ok[None, :], other=0.0)
                 if INTERP:
-                    acc += tl.dot(widen(b, INTERP), widen(narrow(xa, x_ptr.dtype.element_ty, INTERP), INTERP))
+                    acc += tl.dot(widen(b, INTERP), widen(narrow(xa, b.dtype, INTERP), INTERP))
                 else:
-                    acc = tl.dot(b.to(x_ptr.dtype.element_ty), xa.to(x_ptr.dtype.element_ty), acc)
+                    acc = tl.dot(b, xa.to(b.dtype), acc)
         yp = y_ptr + m_M[None, :].to(tl.int64) * sym + n_N[:, None]
         tl.store(yp, narrow(acc, y_ptr.dtype.element_ty, INTERP), mask=(m_M[None, :] < M) & (n_N[:, None] < N))

@@ -12,7 +12,7 @@ In this order: what was measured (measured.py), by the user or shipped; what sho
     {"kernel": "mma", "BM", "R", "NS", "SK"}                       ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                                  dequantize into a scratch buffer, then cuBLAS
-    {"kernel": ..., "fp8": True}                                   W4A8: `wgmma` or `wide` with S and X, or `dense` in e4m3
+    {"kernel": ..., "fp8": True}                                   W4A8: `wgmma` or `wide` with S and X, `portable`, or `dense` in e4m3
 
 `portable_shared_memory` keeps the portable kernel below the card's limit per block.
 """
@@ -136,7 +136,12 @@ def explain(
         if priced is not None:
             return priced, "cost model"
     if fp8:
-        return DENSE_FP8, "heuristic"
+        card, config = bounds.card_of(name, capability, sms), DENSE_FP8
+        if bf16 and not hopper and cost.SIZES[-1] >= M:
+            ours, dense = bounds.fp8_us(card, N, K, cost.size_of(M)) if card else (M, 128)
+            if ours <= dense:
+                config = portable_heuristic(N, K, M, sms, False, shared_memory_limit(device_index)) | {"fp8": True}
+        return config, f"bounds of {card.name}" if card else "heuristic"
     if bf16 and M <= 16 and capability >= (8, 0):
         found = skinny_heuristic(N, K, M, sms)
     elif bf16 and hopper:
