@@ -204,9 +204,8 @@ def test_w4a8(emulated, config, M, N, K, rank, splits):
     run(config, M, N, K, rank, splits, per_row=rank == 0, stride=K % 3)
     problem = Problem(M, N, K, rank, splits, aligned=True)
     expected = problem.by(config)
-    emulated["launches"].clear()
     problem.x, *x8 = reference.wide_parts(reference.widened(problem.x), K)
-    assert torch.equal(problem.by(config | {"x8": x8}), expected) and emulated["launches"] == ["wgmma_kernel"]
+    assert torch.equal(problem.by(config | {"x8": x8}), expected) and emulated["launches"][-2:] == ["wgmma_kernel"] * 2
 
 
 def skinny_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:

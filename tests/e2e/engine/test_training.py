@@ -108,8 +108,7 @@ def test_w4a8_is_one_function_in_rollout_and_update(path, tmp_path):
 
 
 def test_w4a8_from_wide_norms_has_the_same_bits(tmp_path, monkeypatch):
-    path, found = write_model(tmp_path, hidden_size=256), []
-    policy = engines.adapter_on(engines.packed(path, dtype="bfloat16"))
+    policy, found = engines.adapter_on(engines.packed(write_model(tmp_path, hidden_size=256), dtype="bfloat16")), []
     set_compute(policy, "w4a8")
     for hopper in (False, True):
         monkeypatch.setattr("qerl_trl.rollout.vllm.linear.on_hopper", lambda hopper=hopper: hopper)

@@ -166,7 +166,7 @@ class TrainerLoader(BaseModelLoader):
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         published = _require_published()
         make_noisy(model)
-        make_wide(model, model_config.dtype)
+        make_wide(model)
         renaming = get_current_vllm_config().quant_config.renaming  # type: ignore[union-attr]  # ours
         taken: set[str] = set()  # aliased parameters of the trainer
         aliased: set[str] = set()  # aliased parameters of vLLM

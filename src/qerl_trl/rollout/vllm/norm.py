@@ -11,7 +11,7 @@ one packed layer reads the output of a norm or of SwiGLU: these return a wide te
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ import qerl_nvfp4
 
 from ...nvfp4.checkpoints import METHOD
 from .compile_ahead import expect_norm, expect_swiglu
-from .linear import reads_wide
+from .linear import Layer, reads_wide
 
 
 def _ours_is_building() -> bool:
@@ -156,14 +156,15 @@ _READERS = {"input_layernorm": "self_attn.qkv_proj", "post_attention_layernorm":
 _READERS |= {"mlp.act_fn": "mlp.down_proj"}
 
 
-def make_wide(model: nn.Module, dtype: torch.dtype) -> None:
+def make_wide(model: nn.Module) -> None:
     """Give the norms and SwiGLU of known decoder layers a wide output if its reader takes one."""
+    dtype = torch.get_default_dtype()
     for decoder in model.modules():
         name = f"{type(decoder).__module__}.{type(decoder).__name__}"
         if name.removeprefix("vllm.model_executor.models.") not in _DECODERS:
             continue
         for path, reader in _READERS.items():
-            module, layer = decoder.get_submodule(path), decoder.get_submodule(reader)
+            module, layer = decoder.get_submodule(path), cast(Layer, decoder.get_submodule(reader))
             if not reads_wide(layer, dtype):
                 continue
             if type(module) is NoisyRMSNorm and module.noisy:
