@@ -113,10 +113,12 @@ def streams() -> None:
     from qerl_nvfp4 import ops
 
     x, weight = (torch.empty(64, 3584, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    ops._rms_norm(x, torch.empty(3584, device="meta"), 1e-6, x)
+    for wide in {False, ops._converts_fp8(x)}:
+        ops._rms_norm(x, torch.empty(3584, device="meta"), 1e-6, x, wide)
     for rule in ("rtn", "four_over_six", "neighbor_sweep"):
         ops._quantize(weight, rule, torch.empty(1, device="meta"))
     if ops._converts_fp8(x):
+        ops._swiglu(torch.empty(64, 37888, device="meta", dtype=torch.bfloat16))
         packed, scale = (torch.empty(64, n, device="meta", dtype=torch.uint8) for n in (1792, 224))
         for flag in (False, True):
             ops._quantize_fp8(x, flag)

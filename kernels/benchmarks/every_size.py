@@ -35,7 +35,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
@@ -217,13 +216,12 @@ class Layers:
         self.norm = torch.full((self.hidden,), 0.01, device=device)  # keeps the values of a random layer small
         self.shapes, self.device = shapes, device
 
-    def run(self, x, product) -> torch.Tensor:
-        """Apply `product(name, x)` for the four matrices."""
-        n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x)
+    def run(self, x, product, wide: bool = False) -> torch.Tensor:
+        """Apply `product(name, x)` for the four matrices; `wide`: as an engine does with W4A8."""
+        n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x, wide)
         y = product("o", product("qkv", n)[:, : self.q])
-        n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h)
-        gate, up = product("gate_up", n).split(self.inner, dim=-1)
-        return product("down", F.silu(gate) * up) + h
+        n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h, wide)
+        return product("down", (qerl_nvfp4.swiglu if wide else reference.swiglu)(product("gate_up", n))) + h
 
     def call(self, M: int, chosen: dict[str, dict] | None, errors: list[float] | None = None):
         """call(i): layer i with these configurations; None: cuBLAS bf16; {}: no products; SELECTED: W4A8 (`errors`)."""
@@ -238,12 +236,13 @@ class Layers:
             if chosen is SELECTED:
                 out = linear_w4a8(x, packed, self.gs, adapter, splits)
                 if errors is not None:
+                    x = x if name == "o" else reference.wide_parts(x, self.shapes[name][1])[0]
                     errors.append(timing.relative_error(out, exact_w4a8(x, packed, self.gs, adapter, splits)))
             elif chosen:
                 ops.product(chosen[name], x, *packed, self.gs, None, *adapter, splits, out)
             return out
 
-        return lambda i: self.run(x, functools.partial(product, i))
+        return lambda i: self.run(x, functools.partial(product, i), chosen is SELECTED)
 
 
 def layer_rows(model: str, sizes, l2: int, deadline: float, compute: str) -> list[dict]:
@@ -313,8 +312,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="", help="numbers of tokens at which all candidates are timed")
     parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
     parser.add_argument("--seconds", type=float, default=220)
-    layers_only = "time layers with the shipped kernels at every multiple of 8, no candidates"
-    parser.add_argument("--layers-only", action="store_true", help=layers_only)
+    parser.add_argument("--layers-only", action="store_true", help="time layers by the shipped kernels, no candidates")
     parser.add_argument(
         "--probe-seconds", type=float, default=PROBE_SECONDS, help="a variant that takes longer to compile is left out"
     )

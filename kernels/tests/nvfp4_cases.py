@@ -65,6 +65,15 @@ def check_fp8_bits(device: str, *sizes: int) -> None:
             ops.quantize_fp8_into(x.to(device), x8, scale, ordered, factor if factor is None else factor.to(device))
             expected, scales = reference.quantize_fp8(x if factor is None else x.float() * factor)
             assert same(x8, reference.in_decode_order(expected) if ordered else expected) and same(scale, scales)
+    for K in (*sizes, 2304):  # wide outputs, and a product that takes one
+        x, norm = (torch.randn(7, 2 * K) * torch.arange(7)[:, None]).bfloat16(), 1 + torch.randn(K) * 1e-3
+        weight, moved = random_weight(304, K, 0, device), x.to(device)
+        halves = moved[:, :K], norm.to(device), 1e-6, moved[:, K:]
+        plain = reference.rms_norm(x[:, :K], norm, 1e-6, x[:, K:])[0], reference.swiglu(x)
+        for wide, expected in zip((ops.ops.rms_norm(*halves, True)[0], ops.ops.swiglu(moved)), plain, strict=True):
+            y = reference.wide_parts(wide, K)[0]
+            assert relative_error(y.cpu(), expected) < 1e-3 and same(wide, reference.widened(y.cpu()))
+            assert torch.equal(*(ops.ops.linear(each, *weight, compute="w4a8") for each in (wide, y)))
 
 
 def in_aligned_rows(scale: torch.Tensor) -> torch.Tensor:
@@ -79,21 +88,9 @@ class Problem:
     """M tokens, a weight, a bias (large: a missing one must show), and an adapter if there is a rank."""
 
     def __init__(
-        self,
-        M,
-        N,
-        K,
-        rank=0,
-        splits=None,
-        *,
-        seed=0,
-        device="cpu",
-        dtype=torch.bfloat16,
-        per_row=False,
-        aligned=False,
-        bias=True,
-        stride=0,
-    ) -> None:
+        self, M, N, K, rank=0, splits=None, *,
+        seed=0, device="cpu", dtype=torch.bfloat16, per_row=False, aligned=False, bias=True, stride=0,
+    ) -> None:  # fmt: skip
         g = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -199,6 +199,10 @@ def fp8(BM, P, S, X, grid, **more) -> dict:
 def test_w4a8(emulated, config, M, N, K, rank, splits):
     emulated["resident"] = 2
     run(config, M, N, K, rank, splits, per_row=rank == 0, stride=K % 3)
+    problem = Problem(M, N, K, rank, splits, aligned=True)
+    expected = problem.by(config)
+    problem.x, *x8 = reference.wide_parts(reference.widened(problem.x), K)
+    assert torch.equal(problem.by(config | {"x8": x8}), expected) and emulated["launches"][-2:] == ["wgmma_kernel"] * 2
 
 
 def skinny_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:

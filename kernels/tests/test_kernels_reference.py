@@ -74,18 +74,12 @@ def test_products_with_a_bias_and_each_shards_own_adapter(compute, per_row):
     assert relative_error(qerl_nvfp4.linear_backward(dy, *weight, compute), dx) < 4e-3
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-def test_rms_norm_keeps_a_float32_weight(residual):
-    x = torch.randn(3, 40, dtype=torch.bfloat16)
-    r = torch.randn(3, 40, dtype=torch.bfloat16) if residual else None
-    w = 1 + torch.randn(40) * 1e-3
-    got = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
-    y = got[0] if residual else got
-    h = (x.float() + r.float()).bfloat16().double() if residual else x.double()
-    expected = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()
-    assert relative_error(y, expected) < 4e-3
-    if residual:
-        assert torch.equal(got[1].double(), h)
+def test_rms_norm_keeps_a_float32_weight():
+    x, r, w = torch.randn(3, 40).bfloat16(), torch.randn(3, 40).bfloat16(), 1 + torch.randn(40) * 1e-3
+    added, h = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
+    assert torch.equal(h, (x.float() + r.float()).bfloat16())
+    for y, of in ((qerl_nvfp4.rms_norm(x, w, 1e-6), x.double()), (added, h.double())):
+        assert relative_error(y, of / (of.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()) < 4e-3
 
 
 def refuses(match: str, call, *arguments) -> None:
@@ -187,6 +181,8 @@ def test_operators_have_correct_fakes():
         (ops.dequantize, (*weight, torch.bfloat16)),
         (ops.rms_norm, (x, torch.ones(64), 1e-6, x)),
         (ops.rms_norm, (strided, torch.ones(64), 1e-6)),
+        (ops.rms_norm, (strided, torch.ones(64), 1e-6, strided, True)),
+        (ops.swiglu, (strided,)),
         (ops.rms_norm, (strided.float(), torch.ones(64), 1e-6)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -26,6 +26,7 @@ __all__ = [
     "rms_norm",
     "selected",
     "selected_text",
+    "swiglu",
 ]
 
 
@@ -120,11 +121,19 @@ def quantize(weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor) 
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, wide: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension with a float32 `weight` (K,); with `residual`, of x + residual, which is returned too."""
-    y, h = _ops.ops.rms_norm(x, weight, eps, residual)
+    """RMSNorm over the last dimension with a float32 `weight` (K,); with `residual`, of x + residual, which is returned too.
+
+    `wide`: y is followed by its `quantize_fp8`, in one tensor that only `linear` with "w4a8" takes, and then quantizes nothing itself.
+    """
+    y, h = _ops.ops.rms_norm(x, weight, eps, residual, wide)
     return y if residual is None else (y, h)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [gate | up] (..., 2 K), as a wide tensor (`rms_norm`)."""
+    return _ops.ops.swiglu(gate_up)
 
 
 from . import layers  # noqa: E402  needs the functions above

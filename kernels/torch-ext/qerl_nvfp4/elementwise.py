@@ -1,4 +1,4 @@
-"""Triton kernels that stream: quantize a matrix to NVFP4 or FP8, decode NVFP4 to FP8, RMSNorm with a float32 weight."""
+"""Triton kernels that stream: quantize a matrix to NVFP4 or FP8, decode NVFP4 to FP8, RMSNorm and SwiGLU."""
 
 import triton
 import triton.language as tl
@@ -49,20 +49,9 @@ def block_error(x, a, unit, gs, BN: tl.constexpr, BS: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(
-    x_ptr,
-    w_ptr,
-    s_ptr,
-    gs_ptr,
-    N,
-    K,
-    sxn,
-    sgs,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    RULE: tl.constexpr,
-    NARROW: tl.constexpr,
-    INTERP: tl.constexpr,
-):
+    x_ptr, w_ptr, s_ptr, gs_ptr, N, K, sxn, sgs,
+    BN: tl.constexpr, BK: tl.constexpr, RULE: tl.constexpr, NARROW: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
     """x (N, K) -> codes (N, K/2), e4m3 block scales (N, K/16) for the divisor gs.  RULE 0: rtn, 1: four_over_six, 2: neighbor_sweep.
 
     NARROW says that x is a 16-bit float; with a power-of-two gs the quotient x / unit is then either a tie of the e2m1 grid or at
@@ -223,22 +212,44 @@ def quantize_rtn_kernel(x_ptr, w_ptr, s_ptr, gs_ptr, blocks, blocks_per_row, PER
 
 
 @triton.jit
+def encode_e4m3(v, INTERP: tl.constexpr):
+    """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
+    if INTERP:
+        a = tl.abs(v)
+        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, the last bits of this sum
+        bits = tl.where(v == v, tl.where(a < 0.015625, small, encode_scale(a)), 127)
+        return bits | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
+    else:  # Triton's own cast goes through float16 on sm_89, and so rounds twice
+        bits = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [v], dtype=tl.uint8, is_pure=True, pack=2
+        )
+        return bits.to(tl.int32)
+
+
+@triton.jit
+def row_factor(top, s_ptr):
+    """448 / amax, of which amax / 448 is stored; amax is the largest of the magnitudes `top` of a row."""
+    amax = tl.maximum(tl.max(top, axis=0), 7.888609052210118e-31)  # 2^-100
+    tl.store(s_ptr, tl.div_rn(amax, 448.0))
+    return tl.div_rn(448.0, amax)
+
+
+@triton.jit
+def store_x8(y, factor, k, q_ptr, K, INTERP: tl.constexpr):
+    """e4m3(y * factor) of columns k of a row of K, in decode order; zeros beyond K."""
+    p = k // 128 * 128 + k // 8 % 4 * 32 + k // 4 % 2 * 16 + k // 32 % 4 * 4 + k % 4
+    tl.store(q_ptr + p, encode_e4m3(y * factor, INTERP).to(tl.uint8), mask=k < tl.cdiv(K, 128) * 128)
+
+
+@triton.jit
 def rms_norm_kernel(
-    x_ptr,
-    r_ptr,
-    w_ptr,
-    y_ptr,
-    h_ptr,
-    K,
-    sx,
-    sr,
-    eps,
-    RESIDUAL: tl.constexpr,
-    BK: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERP: tl.constexpr,
-):
-    """y = h / sqrt(mean(h^2) + eps) * w with h = x [+ residual], rounded to x's type and stored; w float32; one program per row."""
+    x_ptr, r_ptr, w_ptr, y_ptr, h_ptr, q_ptr, s_ptr, K, sx, sr, eps,
+    RESIDUAL: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """y = h / sqrt(mean(h^2) + eps) * w with h = x [+ residual], rounded to x's type and stored; w float32; one program per row.
+
+    With q_ptr, x8 of y in decode order and its scale are stored too.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     mask = k < K
@@ -255,24 +266,47 @@ def rms_norm_kernel(
         tl.store(h_ptr + row * K + k, h, mask=mask)
         h = widen(h, INTERP)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / K + eps)
-    tl.store(y_ptr + row * K + k, narrow(h * scale * w, y_ptr.dtype.element_ty, INTERP), mask=mask)
+    y = narrow(h * scale * w, y_ptr.dtype.element_ty, INTERP)
+    tl.store(y_ptr + row * K + k, y, mask=mask)
+    if q_ptr is not None:
+        y = widen(y, INTERP)
+        store_x8(y, row_factor(tl.abs(y), s_ptr + row), k, q_ptr + row * (tl.cdiv(K, 128) * 128), K, INTERP)
+
+
+@triton.jit
+def swiglu_kernel(
+    x_ptr, y_ptr, q_ptr, s_ptr, K, sx, CHUNKS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr
+):
+    """y = silu(gate) * up of x = [gate | up] (M, 2 K), both steps rounded to x's type; its x8 in decode order, and scale.
+
+    One program per row, which it reads once, in CHUNKS of BK columns.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    ys = ()
+    top = tl.zeros([BK], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        k = c * BK + tl.arange(0, BK)
+        gate = widen(tl.load(x_ptr + row * sx + k, mask=k < K, other=0.0), INTERP)
+        up = widen(tl.load(x_ptr + row * sx + K + k, mask=k < K, other=0.0), INTERP)
+        silu = widen(narrow(gate / (1.0 + tl.exp(-gate)), y_ptr.dtype.element_ty, INTERP), INTERP)
+        y = narrow(silu * up, y_ptr.dtype.element_ty, INTERP)
+        tl.store(y_ptr + row * K + k, y, mask=k < K)
+        ys = ys + (widen(y, INTERP),)  # noqa: RUF005
+        top = tl.maximum(top, tl.abs(ys[c]))
+    factor = row_factor(top, s_ptr + row)
+    for c in tl.static_range(CHUNKS):
+        k = c * BK + tl.arange(0, BK)
+        store_x8(ys[c], factor, k, q_ptr + row * (tl.cdiv(K, 128) * 128), K, INTERP)
 
 
 @triton.jit
 def quantize_fp8_kernel(
-    x_ptr,
-    f_ptr,
-    q_ptr,
-    s_ptr,
-    K,
-    columns,
-    sx,
-    FACTOR: tl.constexpr,
-    ORDER: tl.constexpr,
-    BK: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERP: tl.constexpr,
-):
+    x_ptr, f_ptr, q_ptr, s_ptr, K, columns, sx,
+    FACTOR: tl.constexpr, ORDER: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
     """e4m3 bytes (M, columns) and scales (M,) of x (M, K), times f (K,) with FACTOR; ORDER: columns as `reference.in_decode_order` has them.
 
     One program per row, which it reads once.
@@ -287,9 +321,7 @@ def quantize_fp8_kernel(
     x = widen(tl.load(x_ptr + row * sx + k, mask=k < K, other=0.0), INTERP)
     if FACTOR:
         x *= tl.load(f_ptr + k, mask=k < K, other=0.0)
-    amax = tl.maximum(tl.max(tl.abs(x), axis=0), 7.888609052210118e-31)  # 2^-100
-    tl.store(s_ptr + row, tl.div_rn(amax, 448.0))
-    x8 = encode_e4m3(x * tl.div_rn(448.0, amax), INTERP)
+    x8 = encode_e4m3(x * row_factor(tl.abs(x), s_ptr + row), INTERP)
     tl.store(q_ptr + row * columns + p, x8.to(tl.uint8), mask=p < columns)
 
 
@@ -305,18 +337,9 @@ def decode_fp8(w_ptr, s_ptr, n, b, N, blocks, swn, ssn, INTERP: tl.constexpr):
 
 @triton.jit
 def dequantize_fp8_kernel(
-    w_ptr,
-    s_ptr,
-    o_ptr,
-    N,
-    K,
-    swn,
-    ssn,
-    TRANSPOSE: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    INTERP: tl.constexpr,
-):
+    w_ptr, s_ptr, o_ptr, N, K, swn, ssn,
+    TRANSPOSE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
     """e4m3(code * block_scale / 8), int32 of four: (N, K), or with TRANSPOSE (K, N), N a multiple of 4; w_ptr int64."""
     n0 = tl.program_id(0) // tl.cdiv(K, BK) * BN
     k0 = tl.program_id(0) % tl.cdiv(K, BK) * BK

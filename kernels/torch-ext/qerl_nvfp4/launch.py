@@ -328,7 +328,10 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         rank, rows, up = lora.rank, lora.rows, lora.b
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
     token_scale = gs = scale_args(global_scale)[0]
-    if fp8:
+    if "x8" in config:
+        x8, token_scale = config["x8"]
+        x = x8.view(torch.float8_e4m3fn)
+    elif fp8:
         columns = math.ceil(K / 128) * 128
         x8 = scratch(x.device, "x8 in order", M * columns, torch.uint8)[: M * columns].view(M, columns)
         token_scale = scratch(x.device, "x8 scale", M, torch.float32)

@@ -384,7 +384,7 @@ def product_in_any_batch(
 _DENSE = "The dense path (dequantize, then cuBLAS)"
 
 
-_LAUNCH_ONLY = ("kernel", "grid", "cost", "SK", "slices")
+_LAUNCH_ONLY = ("kernel", "grid", "cost", "SK", "slices", "x8")
 
 
 def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
@@ -502,24 +502,18 @@ def check_backward(dy, packed, block_scale, global_scale) -> None:
 
 
 def _linear(
-    x,
-    packed,
-    block_scale,
-    global_scale,
-    bias=None,
-    lora_a=None,
-    lora_b=None,
-    lora_splits=None,
-    batch_invariant=False,
-    compute="w4a16",
-) -> torch.Tensor:
+    x, packed, block_scale, global_scale, bias=None, lora_a=None, lora_b=None, lora_splits=None,
+    batch_invariant=False, compute="w4a16",
+) -> torch.Tensor:  # fmt: skip
     check_compute(compute)
+    K, fp8, x8 = packed.shape[1] * 2, compute == "w4a8", None
+    if fp8 and x.shape[-1] == reference.wide_columns(K):
+        x, *x8 = reference.wide_parts(x, K)
     check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     _refuse_grad("linear", x, bias, lora_a, lora_b)
     bias = _unit_stride(bias)
     if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add
         lora_a = lora_b = lora_splits = None
-    fp8 = compute == "w4a8"
     if not x.is_cuda or not _runs_on(x) or x.dtype not in _HALF or (fp8 and not _fp8_fits(x, packed)):
         if batch_invariant:
             raise ValueError(
@@ -527,9 +521,8 @@ def _linear(
                 f"PyTorch multiplies ({describe(x.device)})."
             )
         return reference.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, compute)
-    N, K = packed.shape[0], x.shape[-1]
     x_MK = _rows_of(x)
-    M = x_MK.shape[0]
+    M, N = x_MK.shape[0], packed.shape[0]
     out = torch.empty(M, N, device=x.device, dtype=x.dtype)
     with torch.cuda.device(x.device):
         arguments = (x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
@@ -540,7 +533,7 @@ def _linear(
             bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
             rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
             config = choose(N, K, M, index, bf16, rank, shards, fp8)
-            product_by_any(config, *arguments)
+            product_by_any(config | {"x8": x8} if x8 else config, *arguments)
     return out.view(*x.shape[:-1], N)
 
 
@@ -779,28 +772,39 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     return packed, scales
 
 
-def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch.Tensor]:
-    _refuse_grad("rms_norm", x, weight, residual)
+def _rms_norm(x, weight, eps: float, residual=None, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     K = x.shape[-1]
     if weight.shape != (K,) or (residual is not None and residual.shape != x.shape):
         given = None if residual is None else tuple(residual.shape)
         raise ValueError(
             f"rms_norm of x {tuple(x.shape)} needs a weight {(K,)} and a residual of x's shape; got {tuple(weight.shape)}, {given}"
         )
-    if not _runs_on(x) or x.dtype == torch.float32:
-        y = reference.rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
-        return y if residual is not None else (y, x.new_empty(0))
-    x_MK, weight = _unit_stride(x.reshape(-1, K)), _unit_stride(weight)
-    y = torch.empty_like(x_MK, memory_format=torch.contiguous_format)
-    h = torch.empty_like(y) if residual is not None else x.new_empty(0)
-    r_MK = x_MK if residual is None else _unit_stride(residual.reshape(-1, K))
-    variant = ("rms_norm", residual is not None, K, x.dtype)
-    arguments = (x_MK, r_MK, weight, y, h if residual is not None else y, K, x_MK.stride(0), r_MK.stride(0), eps)
-    options = {"RESIDUAL": residual is not None, "BK": triton.next_power_of_2(K), "num_warps": 4 if K <= 2048 else 8}
-    if not _stream(elementwise.rms_norm_kernel, x_MK.shape[:1], x, variant, *arguments, **_pdl(x), **options):
+    (y, h), done = _fake_rms_norm(x, weight, eps, residual, wide), False
+    if (_converts_fp8 if wide else _runs_on)(x) and x.dtype in _HALF:
+        x_MK = _unit_stride(x.reshape(-1, K))
+        r_MK = x_MK if residual is None else _unit_stride(residual.reshape(-1, K))
+        y_MK, *x8 = reference.wide_parts(y, K) if wide else (y, None, None)
+        variant = ("rms_norm", residual is not None, wide, K, x.dtype)
+        tensors = (x_MK, r_MK, _unit_stride(weight), y_MK, y if residual is None else h, *x8)
+        options = {"RESIDUAL": residual is not None, "BK": max(128, triton.next_power_of_2(K)), **_pdl(x)}
+        options |= {"K": K, "sx": x_MK.stride(0), "sr": r_MK.stride(0), "eps": eps, "num_warps": 4 if K <= 2048 else 8}
+        done = _stream(elementwise.rms_norm_kernel, x_MK.shape[:1], x, variant, *tensors, **options)
+    if not done:
         found = reference.rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
-        return found if residual is not None else (found, h)
-    return y.view(x.shape), h.view(x.shape) if residual is not None else h
+        y, h = found if residual is not None else (found, h)
+        y = reference.widened(y) if wide else y
+    return y, h
+
+
+def _swiglu(gate_up) -> torch.Tensor:
+    wide, K = _fake_swiglu(gate_up), gate_up.shape[-1] // 2
+    if _converts_fp8(gate_up) and gate_up.dtype in _HALF:
+        x_MK, BK = _unit_stride(gate_up.reshape(-1, 2 * K)), 4096 if K > 8192 else 2048
+        variant, tensors = ("swiglu", K, gate_up.dtype), (x_MK, *reference.wide_parts(wide, K))
+        options = {"K": K, "sx": x_MK.stride(0), "CHUNKS": triton.cdiv(K, BK), "BK": BK, "num_warps": BK // 256}
+        if _stream(elementwise.swiglu_kernel, x_MK.shape[:1], gate_up, variant, *tensors, **options, **_pdl(gate_up)):
+            return wide
+    return reference.widened(reference.swiglu(gate_up))
 
 
 # --- registration -----------------------------------------------------------------------------------------------------------------
@@ -810,17 +814,9 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 def _fake_linear(
-    x,
-    packed,
-    block_scale,
-    global_scale,
-    bias=None,
-    lora_a=None,
-    lora_b=None,
-    lora_splits=None,
-    batch_invariant=False,
-    compute="w4a16",
-):
+    x, packed, block_scale, global_scale, bias=None, lora_a=None, lora_b=None, lora_splits=None,
+    batch_invariant=False, compute="w4a16",
+):  # fmt: skip
     _refuse_grad("linear", x, bias, lora_a, lora_b)  # torch.compile would never ask the implementation
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
@@ -830,9 +826,15 @@ def _fake_linear_backward(dy, packed, block_scale, global_scale, compute="w4a16"
     return dy.new_empty(*dy.shape[:-1], packed.shape[1] * 2)
 
 
-def _fake_rms_norm(x, weight, eps, residual=None):
+def _fake_rms_norm(x, weight, eps, residual=None, wide=False):
     _refuse_grad("rms_norm", x, weight, residual)
-    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
+    y = x.new_empty(*x.shape[:-1], reference.wide_columns(x.shape[-1]) if wide else x.shape[-1])
+    return y, x.new_empty(0 if residual is None else x.shape)
+
+
+def _fake_swiglu(gate_up):
+    _refuse_grad("swiglu", gate_up)
+    return gate_up.new_empty(*gate_up.shape[:-1], reference.wide_columns(gate_up.shape[-1] // 2))
 
 
 def _fake_quantize_fp8(x, ordered=False):
@@ -887,9 +889,10 @@ _register(
     _fake_dequantize_fp8,
 )
 _register(
-    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None) -> (Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None, bool wide=False) -> (Tensor, Tensor)",
     _rms_norm,
     _fake_rms_norm,
 )
+_register("swiglu(Tensor gate_up) -> Tensor", _swiglu, _fake_swiglu)
 
 ops = getattr(torch.ops, _NAMESPACE)

@@ -84,6 +84,25 @@ def in_decode_order(x8: torch.Tensor) -> torch.Tensor:
     return ordered.view(torch.float8_e4m3fn)
 
 
+def wide_columns(K: int) -> int:
+    """Columns of a wide tensor: y (..., K) of 16 bits; in memory all of y, then its x8 in decode order, then its scales."""
+    return K + (K + 127) // 128 * 64 + 2
+
+
+def wide_parts(wide: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a whole wide tensor, not of a slice: y (..., K), x8 (M, ceil(K / 128) * 128) bytes, scale (M,)."""
+    M = wide.numel() // wide_columns(K)
+    y, x8, scale = wide.view(-1).split([M * K, M * (wide_columns(K) - K - 2), M * 2])
+    return y.view(*wide.shape[:-1], K), x8.view(torch.uint8).view(M, -1), scale.view(torch.float32)
+
+
+def widened(y: torch.Tensor) -> torch.Tensor:
+    """The wide tensor of y (..., K)."""
+    x8, scale = quantize_fp8(y.reshape(-1, y.shape[-1]))
+    parts = (part.contiguous().view(y.dtype).flatten() for part in (y, in_decode_order(x8), scale))
+    return torch.cat(list(parts)).view(*y.shape[:-1], wide_columns(y.shape[-1]))
+
+
 def dequantize_fp8(packed: torch.Tensor, block_scale: torch.Tensor, transpose: bool = False) -> torch.Tensor:
     """w8 = e4m3(code * block_scale / 8), at most 336 -> (N, K) float8_e4m3fn, or (K, N) contiguous."""
     scale = as_e4m3(block_scale).float().unsqueeze(-1) / 8
@@ -165,6 +184,12 @@ def rms_norm(
     h = x.float()
     y = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
     return y if residual is None else (y, residual)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """[gate | up] (..., 2 K) -> silu(gate) * up; both steps round."""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def _squared_error(blocks: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,19 @@ def test_w4a8_is_one_function_in_rollout_and_update(path, tmp_path):
     assert apart[0] < EXACT and apart[1] > 0.05
 
 
+def test_w4a8_from_wide_norms_has_the_same_bits(tmp_path, monkeypatch):
+    policy, found = engines.adapter_on(engines.packed(write_model(tmp_path, hidden_size=256), dtype="bfloat16")), []
+    set_compute(policy, "w4a8")
+    for hopper in (False, True):
+        monkeypatch.setattr("qerl_trl.rollout.vllm.linear.on_hopper", lambda hopper=hopper: hopper)
+        g = engines.stub_generation(policy)
+        kinds = [type(module).__name__ for module in g.engine.state.model.modules()]
+        assert (kinds.count("WideRMSNorm"), kinds.count("WideSiluAndMul")) == (4 * hopper, 2 * hopper)
+        g.sync_weights()
+        found.append(greedy(g.llm))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
 def test_rloo_continues_from_the_checkpoint_of_a_dying_engine(path, tmp_path):
     def dies(*args, **kwargs):
         raise RuntimeError("EngineCore died")

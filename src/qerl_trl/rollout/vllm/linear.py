@@ -30,6 +30,7 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightP
 from vllm.model_executor.utils import set_weight_attrs
 
 import qerl_nvfp4
+from qerl_nvfp4 import cost
 
 from ...nvfp4.checkpoints import LAYOUTS
 from ...nvfp4.format import BLOCK_SIZE, dequantize_fp8, largest_magnitude, power_of_two_global_scale
@@ -179,6 +180,20 @@ def parts_of(layer: Layer) -> tuple[int, int]:
     if isinstance(layer, ReplicatedLinear):
         return 1, 0
     return layer.tp_size, layer.tp_rank
+
+
+def on_hopper() -> bool:
+    """Return whether this process's GPU runs Hopper's kernels."""
+    return qerl_nvfp4.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def reads_wide(layer: Layer, dtype: torch.dtype) -> bool:
+    """Return whether a layer of a model in `dtype` multiplies the FP8 copy in a wide tensor (`qerl_nvfp4.rms_norm`)."""
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, _PackedMethod) or method.compute != "w4a8" or method.batch_invariant:
+        return False
+    fits = cost.fits(layer.output_size_per_partition, layer.input_size_per_partition)
+    return fits and parts_of(layer)[0] == 1 and dtype == torch.bfloat16 and on_hopper()
 
 
 def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Loader) -> None:

@@ -29,7 +29,7 @@ from ...nvfp4.linear import PACKED, NVFP4Linear
 from ...support.names import full_tensor
 from .linear import AdaptedMethod, DenseMethod, Layer
 from .nf4 import NF4Method, is_nf4
-from .norm import make_noisy
+from .norm import make_noisy, make_wide
 
 LOAD_FORMAT = "qerl_trainer"
 
@@ -166,6 +166,7 @@ class TrainerLoader(BaseModelLoader):
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         published = _require_published()
         make_noisy(model)
+        make_wide(model)
         renaming = get_current_vllm_config().quant_config.renaming  # type: ignore[union-attr]  # ours
         taken: set[str] = set()  # aliased parameters of the trainer
         aliased: set[str] = set()  # aliased parameters of vLLM

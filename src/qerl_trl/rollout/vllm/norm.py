@@ -1,27 +1,32 @@
-"""Norms with a float32 weight inside vLLM.
+"""Norms with a float32 weight inside vLLM, and norms and SwiGLU with an FP8 output for W4A8.
 
 bf16 weights swallow small noise: around 1.0 half a step is 2^-9, so a noise of 5e-4 would change nothing. vLLM's
 out-of-tree registry is the public hook to replace `RMSNorm`. Our class keeps the weight and multiplies in float32; in
 engines without `qerl_nvfp4` it behaves like its parent. Other norm classes have no such hook; for the trainer's own
 weights (loader.py), `make_noisy` changes their instances.
+
+With `compute="w4a8"` every product quantizes its input first, in a launch of its own. `make_wide` saves it where only
+one packed layer reads the output of a norm or of SwiGLU: these return a wide tensor, y and its FP8 copy.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.utils import set_weight_attrs
 
 import qerl_nvfp4
 
 from ...nvfp4.checkpoints import METHOD
-from .compile_ahead import expect_norm
+from .compile_ahead import expect_norm, expect_swiglu
+from .linear import Layer, reads_wide
 
 
 def _ours_is_building() -> bool:
@@ -129,6 +134,45 @@ def make_noisy(model: nn.Module) -> None:
             wider = Parameter(parameter.data.float(), requires_grad=False)
             set_weight_attrs(wider, vars(parameter))
             setattr(module, name, wider)
+
+
+class WideRMSNorm(NoisyRMSNorm):
+    """Our norm with a wide output, compiled by torch.compile or not."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        return qerl_nvfp4.rms_norm(x, self.weight, self.variance_epsilon, residual, wide=True)
+
+
+class WideSiluAndMul(SiluAndMul):
+    """vLLM's SwiGLU with a wide output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return qerl_nvfp4.swiglu(x)
+
+
+#: decoder layers of vLLM's models in which each of these outputs has one reader
+_DECODERS = ("llama.LlamaDecoderLayer", "qwen2.Qwen2DecoderLayer", "qwen3.Qwen3DecoderLayer")
+_READERS = {"input_layernorm": "self_attn.qkv_proj", "post_attention_layernorm": "mlp.gate_up_proj"}
+_READERS |= {"mlp.act_fn": "mlp.down_proj"}
+
+
+def make_wide(model: nn.Module) -> None:
+    """Give the norms and SwiGLU of known decoder layers a wide output if its reader takes one."""
+    dtype = torch.get_default_dtype()
+    for decoder in model.modules():
+        name = f"{type(decoder).__module__}.{type(decoder).__name__}"
+        if name.removeprefix("vllm.model_executor.models.") not in _DECODERS:
+            continue
+        for path, reader in _READERS.items():
+            module, layer = decoder.get_submodule(path), cast(Layer, decoder.get_submodule(reader))
+            if not reads_wide(layer, dtype):
+                continue
+            if type(module) is NoisyRMSNorm and module.noisy:
+                module.__class__ = WideRMSNorm
+                expect_norm(module, dtype, wide=True)
+            elif type(module) is SiluAndMul:
+                module.__class__ = WideSiluAndMul
+                expect_swiglu(module, dtype, layer.input_size_per_partition)
 
 
 def _is_norm(module: nn.Module) -> bool:
