@@ -212,21 +212,6 @@ def quantize_rtn_kernel(x_ptr, w_ptr, s_ptr, gs_ptr, blocks, blocks_per_row, PER
 
 
 @triton.jit
-def encode_e4m3(v, INTERP: tl.constexpr):
-    """float32, |v| < 464 or NaN -> e4m3 bits (int32), round to nearest even."""
-    if INTERP:
-        a = tl.abs(v)
-        small = (a + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, the last bits of this sum
-        bits = tl.where(v == v, tl.where(a < 0.015625, small, encode_scale(a)), 127)
-        return bits | ((v.to(tl.int32, bitcast=True) >> 24) & 128)
-    else:  # Triton's own cast goes through float16 on sm_89, and so rounds twice
-        bits = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [v], dtype=tl.uint8, is_pure=True, pack=2
-        )
-        return bits.to(tl.int32)
-
-
-@triton.jit
 def row_factor(top, s_ptr):
     """448 / amax, of which amax / 448 is stored; amax is the largest of the magnitudes `top` of a row."""
     amax = tl.maximum(tl.max(top, axis=0), 7.888609052210118e-31)  # 2^-100
