@@ -201,7 +201,7 @@ def _traced_backward_x(dys, u, a, weights: Weights) -> torch.Tensor:
     return dx
 
 
-def _packed(weights: Weights) -> tuple[Any, ...]:
+def _packed(weights: Weights) -> tuple[Any, Any, Any, str]:
     """Return the arguments of the FP8 products, with float32 global scales."""
     scales = [scale.view(torch.float32) for scale in weights.global_scale]
     return weights.packed, weights.block_scale, scales, weights.implementation
