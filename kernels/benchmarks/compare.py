@@ -274,15 +274,11 @@ def main() -> None:
         for M in tokens:
             row = matrix.measure(M)
             result["rows"].append(row)
-            ours = row.get("ours_us", float("nan"))
-            line = f"{name:12s} M={M:5d} ours {ours:8.2f} ({100 * row['floor_us'] / ours:3.0f} % of floor)"
-            line += f" lora {row.get('ours_lora_us', float('nan')):8.2f} bf16 {row['bf16_us']:8.2f}"
-            print(line + f" marlin {row.get('marlin_us', float('nan')):8.2f}", flush=True)
+            print({key: value for key, value in row.items() if "config" not in key}, flush=True)
         written()
         del matrix
         torch.cuda.empty_cache()
-    for s in result.get("sums", []):
-        print(s, flush=True)
+    print(*result.get("sums", []), sep="\n", flush=True)
     if args.humming:
         add_humming(result, tokens, args.compute, written)
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
