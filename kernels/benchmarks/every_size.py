@@ -12,7 +12,7 @@
    turns, with a rank-32 adapter and rotating copies of the weights. fit.py fits the cost model to these rows.
 3. For each model and multiple of 8 tokens, time a decoder layer without attention in one CUDA graph over rotating
    layers: RMSNorm, q/k/v, o, RMSNorm, gate/up, SwiGLU, down; by the selected kernels with an adapter, and by cuBLAS
-   bf16 without. `glue_us`: without products. `ratio` compares layers, `products` layers less the glue.
+   bf16 without (SwiGLU by torch.compile). `glue_us`: without products. `ratio`: of layers, `products`: less the glue.
 
 `--compute w4a8`: its own candidates and, as "selected" and in layers (after a check of each product),
 `qerl_nvfp4.linear`; quantizing x is included. `w4a16_us`: the same layers by the shipped kernels, `chosen`.
@@ -215,13 +215,14 @@ class Layers:
             )
         self.norm = torch.full((self.hidden,), 0.01, device=device)  # keeps the values of a random layer small
         self.shapes, self.device = shapes, device
+        self.swiglu = torch.compile(reference.swiglu, dynamic=True) if device == "cuda" else reference.swiglu
 
     def run(self, x, product, wide: bool = False) -> torch.Tensor:
         """Apply `product(name, x)` for the four matrices; `wide`: as an engine does with W4A8."""
         n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x, wide)
         y = product("o", product("qkv", n)[:, : self.q])
         n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h, wide)
-        return product("down", (qerl_nvfp4.swiglu if wide else reference.swiglu)(product("gate_up", n))) + h
+        return product("down", (qerl_nvfp4.swiglu if wide else self.swiglu)(product("gate_up", n))) + h
 
     def call(self, M: int, chosen: dict[str, dict] | None, errors: list[float] | None = None):
         """call(i): layer i with these configurations; None: cuBLAS bf16; {}: no products; SELECTED: W4A8 (`errors`)."""

@@ -145,7 +145,7 @@ def test_portable(M, N, K, SK, form):
 def test_linear_picks_something_right(M, N, K, rank, compute, dtype, limit):
     """Rows of scales may be aligned, as an engine's, or not, as a trainer's: another kernel, the same product."""
     problem = problem_of(M, N, K, rank, dtype=dtype, bias=False, per_row=rank == 0)
-    limit = limit if compute == "w4a16" else max(limit, 3e-3)  # rounded to bfloat16 first
+    limit = limit if compute == "w4a16" else 5e-3  # rounded to bfloat16 first; sums in the matrix units: 4e-3
     packed, scale, gs = problem.weight
     exact = problem.exact(compute)
     for each in {scale.stride(): scale, (aligned := qerl_nvfp4.align_scale_rows(scale)).stride(): aligned}.values():

@@ -270,14 +270,17 @@ def swiglu_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    ys = ()
+    gates, ups, ys = (), (), ()
+    for c in tl.static_range(CHUNKS):  # all loads are on their way before the first is used
+        k = c * BK + tl.arange(0, BK)
+        gates = gates + (tl.load(x_ptr + row * sx + k, mask=k < K, other=0.0),)  # noqa: RUF005
+        ups = ups + (tl.load(x_ptr + row * sx + K + k, mask=k < K, other=0.0),)  # noqa: RUF005
     top = tl.zeros([BK], tl.float32)
     for c in tl.static_range(CHUNKS):
         k = c * BK + tl.arange(0, BK)
-        gate = widen(tl.load(x_ptr + row * sx + k, mask=k < K, other=0.0), INTERP)
-        up = widen(tl.load(x_ptr + row * sx + K + k, mask=k < K, other=0.0), INTERP)
+        gate = widen(gates[c], INTERP)
         silu = widen(narrow(gate / (1.0 + tl.exp(-gate)), y_ptr.dtype.element_ty, INTERP), INTERP)
-        y = narrow(silu * up, y_ptr.dtype.element_ty, INTERP)
+        y = narrow(silu * widen(ups[c], INTERP), y_ptr.dtype.element_ty, INTERP)
         tl.store(y_ptr + row * K + k, y, mask=k < K)
         ys = ys + (widen(y, INTERP),)  # noqa: RUF005
         top = tl.maximum(top, tl.abs(ys[c]))

@@ -168,16 +168,16 @@ def _fp8_product(
     (R_i, N_i) are added to columns i of the product."""
     kernels, dtype = _pick(x8.device, torch.bfloat16, implementation), down.dtype
     w8 = (decode_fp8 if kernels is None else kernels.dequantize_fp8)(_stacked(packed), _stacked(block_scale), transpose)
-    with torch.autocast(x8.device.type, enabled=False):  # its cast would round the sums
-        if has_fp8(x8.device) and dtype in _KERNEL_DTYPES and not (w8.shape[0] % 16 or w8.shape[1] % 16):
-            scales = scale.unsqueeze(1), factor.unsqueeze(0)
-            # by rows it returns bfloat16 only; it adds up as the rollout's kernel does, in the tensor cores
-            y = torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
-        else:
+    if has_fp8(x8.device) and dtype in _KERNEL_DTYPES and not (w8.shape[0] % 16 or w8.shape[1] % 16):
+        scales = scale.unsqueeze(1), factor.unsqueeze(0)
+        # by rows it returns bfloat16 only; it adds up as the rollout's kernel does, in the tensor cores
+        y = torch._scaled_mm(x8, w8.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
+    else:
+        with torch.autocast(x8.device.type, enabled=False):  # its cast would round the sums
             y = F.linear(x8.float(), w8.float()).mul_(factor).mul_(scale.unsqueeze(1)).to(dtype)
-        rows, columns = ([part.shape[dim] for part in up] for dim in (0, 1))
-        for part, left, right in zip(y.split(columns, 1), down.split(rows, 1), up, strict=True) if up else ():
-            part.addmm_(left, right)
+    rows, columns = ([part.shape[dim] for part in up] for dim in (0, 1))
+    for part, left, right in zip(y.split(columns, 1), down.split(rows, 1), up, strict=True) if up else ():
+        part.addmm_(left, right)
     return y
 
 
