@@ -27,8 +27,7 @@ from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
 from qerl_trl.nvfp4.linear import set_compute
 from qerl_trl.update import lora_linear
 
-RANK = 32
-RANDOM = ("qwen3", "gemma")
+RANK, RANDOM = 32, ("qwen3", "gemma")
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 2048,

@@ -14,12 +14,11 @@ RESULTS = ROOT / "kernels/benchmarks/results"
 KERNELS = RESULTS / "h200.json"
 EVERY_SIZE = RESULTS / "every_size_h200.json"
 #: layers with the shipped kernels, per card; a model has all sizes or is absent
-LAYERS = {"h200": RESULTS / "layers_h200.json", "h100": RESULTS / "layers_h100.json"}
+LAYERS = {name: RESULTS / f"layers_{name}.json" for name in ("h200", "h100", "w4a8_h200")}
 FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
-#: token counts and models in the table of layers
 SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 320, 384, 448, 512)
 CARD_SIZES = (32, 64, 128, 256)
-MODELS = ("7B", "32B", "Llama-3-8B", "1.5B", "0.5B")
+MODELS = ("7B", "32B", "Llama-3-8B", "1.5B", "0.5B", "Qwen3-8B")
 
 
 def kernels() -> str:
@@ -71,17 +70,18 @@ def layers_of(path: Path) -> str:
     """Speed of a decoder layer, the minimum over all multiples of 8, and the runs behind it."""
     record = json.loads(path.read_text())
     layers = {(row["model"], row["M"]): row["ratio"] for row in record["layers"]}
-    rows = [[str(M), *(f"{layers[model, M]:.2f}" for model in MODELS)] for M in SHOWN]
+    models = [name for name in MODELS if (name, SHOWN[0]) in layers]
+    rows = [[str(M), *(f"{layers[model, M]:.2f}" for model in models)] for M in SHOWN]
     for low, high in ((24, 128), (136, 512)):
-        worst = [min((r, M) for (name, M), r in layers.items() if name == m and low <= M <= high) for m in MODELS]
+        worst = [min((r, M) for (name, M), r in layers.items() if name == m and low <= M <= high) for m in models]
         rows.append([f"worst of {low} to {high}", *(f"{ratio:.3f} at {M}" for ratio, M in worst)])
     runs = [
         f"{', '.join(run['models'])} on {run['device']}, torch {run['torch']}, triton {run['triton']}, "
         f"commit {run['commit'][:7]}"
         for run in record["runs"]
     ]
-    link = f"[{path.name}]({path.relative_to(ROOT)})"
-    return right(["tokens", *MODELS], rows) + f"\n\n{'; '.join(runs)}; {link}.{other_now(record)}"
+    said = f"{'; '.join(runs)}; [{path.name}]({path.relative_to(ROOT)}).{other_now(record)}"
+    return right(["tokens", *models], rows) + "\n\n" + said
 
 
 def other_now(record: dict[str, Any]) -> str:

@@ -176,6 +176,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "embedded_arms": embedded,
     "every_size": kernel_tables.every_size,
     "every_size_h100": lambda: kernel_tables.layers_of(kernel_tables.LAYERS["h100"]),
+    "every_size_w4a8": lambda: kernel_tables.layers_of(kernel_tables.LAYERS["w4a8_h200"]),
     "faults": catalog.table,
     "humming": kernel_tables.humming,
     "kernels": kernel_tables.kernels,
