@@ -232,12 +232,10 @@ def steps_of(log: Path) -> list[dict[str, float]]:
 
 
 def errors_of(lines: list[str]) -> list[str]:
-    """Last line of each error."""
     return [line for line in lines if _ERROR.match(line)]
 
 
 def free_ports(count: int) -> list[int]:
-    """Different free ports of this host."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

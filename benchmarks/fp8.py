@@ -5,7 +5,7 @@
 
 A policy gradient of one micro-batch as in the trainer (fused LoRA layers, rank 32, bf16 autocast), of README.md cut
 into sequences with advantages of +1 and -1; random models, of 4 layers, read random tokens. All three have the same
-adapter. `worst`: the smallest cosine of a single tensor.
+adapter. `worst`: the smallest cosine of a single tensor. `rounding_kl`: what rounding alone moves the policy by.
 """
 
 import argparse
@@ -69,15 +69,28 @@ def compared(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return row | {"worst_tensor": worst.removeprefix("base_model.model."), "tensors": len(pairs)}
 
 
+@torch.no_grad()
+def rounding_kl(model: nn.Module, ids: torch.Tensor, compute: str) -> float:
+    """KL, nats per token, between the model with two implementations of attention, equal but for rounding."""
+    set_compute(model, compute)
+    found = []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            found.append(model(input_ids=ids).logits.float().log_softmax(-1))
+    return (found[0].exp() * (found[0] - found[1])).sum(-1).mean().item()
+
+
 def measure(folder: str, ids: torch.Tensor) -> dict[str, Any]:
     model = policy(folder, ids.device.type, packed=True)
     of = {compute: gradients(model, ids, compute) for compute in ("w4a16", "w4a8")}
+    rounding = {compute: rounding_kl(model, ids, compute) for compute in ("w4a16", "w4a8")}
     del model
     of["bf16"] = gradients(policy(folder, ids.device.type, packed=False), ids)
     if all(torch.equal(grad, of["w4a16"][name]) for name, grad in of["w4a8"].items()):
         raise SystemExit('The layers ignored compute="w4a8".')
     pairs = ("w4a8", "w4a16"), ("w4a8", "bf16"), ("w4a16", "bf16")
-    return {f"{one} from {other}": compared(of[one], of[other]) for one, other in pairs}
+    return {f"{one} from {other}": compared(of[one], of[other]) for one, other in pairs} | {"rounding_kl": rounding}
 
 
 def main() -> None:

@@ -46,7 +46,6 @@ def kernels() -> str:
 
 
 def right(heads: list[str], rows: list[list[str]]) -> str:
-    """A table with all columns aligned to the right."""
     return table(heads, rows, left=1).replace("|---|", "|---:|", 1)
 
 

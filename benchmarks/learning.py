@@ -35,7 +35,6 @@ def of_run(folder: Path) -> dict[str, Any]:
 
 
 def started(*words: str, **environment: str) -> None:
-    """Print and run one command of the package."""
     print(f"\n$ python {shlex.join(words)}", flush=True)
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
 
@@ -110,7 +109,6 @@ LAUNCH = (
 
 
 def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    """Log entries reduced to these names."""
     kept = ("step", "reward", "entropy", "aqn/", *names)
     return [{name: value for name, value in entry.items() if name.startswith(kept)} for entry in history]
 
@@ -176,7 +174,6 @@ def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
 
 
 def examples_table(content: dict[str, Any]) -> str:
-    """Markdown: one row per example."""
     rows = [
         "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | "
         "commit |",

@@ -196,7 +196,6 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def model_config(size: str) -> dict[str, Any]:
-    """config.json of the model of this size."""
     shape = CONFIGS[size]
     kind = shape.get("model_type", "qwen2")
     common = {
@@ -298,7 +297,6 @@ def policy(size: str, rank: int = 32, device: str = "cuda", dense: bool = False)
 
 @torch.no_grad()
 def randomize(model: nn.Module, scale: float = 0.01) -> None:
-    """Draw new adapter values in place."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.normal_(0, scale)

@@ -85,7 +85,6 @@ def notebooks() -> str:
 
 
 def _diff(pairs: list[tuple[str, str]]) -> str:
-    """Markdown diff of the changed lines."""
     lines: list[str] = []
     for old, new in pairs:
         before, after = old.strip("\n").splitlines(), new.strip("\n").splitlines()

@@ -118,7 +118,6 @@ def label(size: str) -> str:
 
 
 def by_model(sizes: Iterable[str]) -> list[str]:
-    """Sizes sorted by family, then by size."""
     return sorted(
         sizes,
         key=lambda size: (not size[0].isdigit(), label(size).rpartition("-")[0], float(size.rpartition("-")[2][:-1])),

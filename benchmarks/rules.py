@@ -44,7 +44,6 @@ EXACT = [byte for byte in range(0x20, 0x7E) if byte % 8 in (0, 2, 4)]
 
 
 def packed(weight: torch.Tensor, rule: str) -> NVFP4Tensor:
-    """NVFP4 of a weight (N, K)."""
     if rule in SCALE_RULES:
         return quantize(weight, rule)
     plain = quantize(weight)
@@ -84,7 +83,6 @@ def rounded(weight: torch.Tensor, rule: str) -> torch.Tensor:
 
 
 def problems(task: str, count: int) -> list[tuple[list[dict[str, str]], float]]:
-    """Messages and answers of a task."""
     known = yaml.safe_load(Path(task).read_text())
     lines = (Path(task).parent / known["dataset_name"] / "test.jsonl").read_text().splitlines()[:count]
     system = [{"role": "system", "content": known["system_prompt"]}] if "system_prompt" in known else []
@@ -182,7 +180,6 @@ def of_model(options: argparse.Namespace, given: list[str]) -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """The table of docs/source/format.md."""
     from speed_tables import measured_by, table
 
     record, rows = json.loads(OUT.read_text()), []

@@ -90,7 +90,7 @@ def attach(trainer: Any) -> None:
     warn_of_dropout(trained)
     warn_of_exports(trained, trainer.processing_class)
     trainer._monitor = SignalMonitor(args.zero_advantage_patience)
-    trainer._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
+    trainer._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold, args.compute == "w4a8")
     trainer._passes = OnePass(trainer)
     trainer.reward_funcs = rewards.checked_rewards(trainer.reward_funcs, trainer.reward_func_names, args.reward_timeout)
     if getattr(trainer, "rollout_func", None) is not None:  # GRPO only

@@ -151,6 +151,7 @@ def test_a_large_kl_warns_and_ends_the_run_if_it_persists(caplog):
     watch.judge(kl(0.09), 1, noisy=True)
     watch.judge(kl(0.009), 1, noisy=False)
     watch.judge(kl(0.29), 1, noisy=True, expected=0.2)
+    MismatchWatch(0.1, coarse=True).judge(kl(0.09), 1, noisy=False)
     assert not caplog.records
     watch.judge(kl(0.2), 2, noisy=True)
     watch.judge(kl(0.02), 3, noisy=False)

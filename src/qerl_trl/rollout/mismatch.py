@@ -149,14 +149,16 @@ class MismatchWatch:
 
     Args:
         threshold: KL in nats per token; `None` turns off warnings and stops.
+        coarse: activations are rounded to FP8 (`compute="w4a8"`). Engine and trainer then round small differences to
+            other values, ten times the KL of W4A16, so without noise the threshold is the limit too.
     """
 
     STOP = 10
     PERSISTENT = 3
     CERTAIN = 5
 
-    def __init__(self, threshold: float | None) -> None:
-        self.threshold = threshold
+    def __init__(self, threshold: float | None, coarse: bool = False) -> None:
+        self.threshold, self.coarse = threshold, coarse
         self._beyond = {"kl": 0, "gap": 0}
 
     def rollout(self, trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> None:
@@ -208,7 +210,7 @@ class MismatchWatch:
         )
         if sampled_from == "reweighed":
             return
-        limit = self.threshold + expected if noisy else self.threshold / self.STOP
+        limit = self.threshold + expected if noisy or self.coarse else self.threshold / self.STOP
         kl, about = (found.mismatch_kl, "about") if sampled_from == "all" else (found.kl_above, "at least")
         why = "under noise" if noisy else "although both should be the same policy"
         self._limit(
