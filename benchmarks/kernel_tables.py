@@ -74,13 +74,12 @@ def layers_of(path: Path) -> str:
     for low, high in ((24, 128), (136, 512)):
         worst = [min((r, M) for (name, M), r in layers.items() if name == m and low <= M <= high) for m in models]
         rows.append([f"worst of {low} to {high}", *(f"{ratio:.3f} at {M}" for ratio, M in worst)])
-    runs = [
-        f"{', '.join(run['models'])} on {run['device']}, torch {run['torch']}, triton {run['triton']}, "
-        f"commit {run['commit'][:7]}"
-        for run in record["runs"]
-    ]
-    said = f"{'; '.join(runs)}; [{path.name}]({path.relative_to(ROOT)}).{other_now(record)}"
-    return right(["tokens", *models], rows) + "\n\n" + said
+    runs = dict[str, list[str]]()
+    for run in record["runs"]:
+        where = f"{run['device']}, torch {run['torch']}, triton {run['triton']}, commit {run['commit'][:7]}"
+        runs.setdefault(where, []).extend(run["models"])
+    said = "; ".join(f"{', '.join(names)} on {where}" for where, names in runs.items())
+    return right(["tokens", *models], rows) + f"\n\n{said}; [{path.name}]({path.relative_to(ROOT)}).{other_now(record)}"
 
 
 def other_now(record: dict[str, Any]) -> str:
