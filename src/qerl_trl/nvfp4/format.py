@@ -337,8 +337,10 @@ def quantize_fp8(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax_M1 = amax_M1.clamp(min=_LEAST_AMAX)
     top = torch.full_like(amax_M1, E4M3_MAX)  # a number's reciprocal would be rounded first
     x8 = [(part * (top / amax_M1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn) for part in floats]
-    joined = torch.cat([part.view(torch.uint8) for part in x8], -1)  # which takes no FP8
-    return joined.view(torch.float8_e4m3fn), (amax_M1 / top).squeeze(-1)
+    scale = (amax_M1 / top).squeeze(-1)
+    if len(x8) == 1:
+        return x8[0], scale
+    return torch.cat([part.view(torch.uint8) for part in x8], -1).view(torch.float8_e4m3fn), scale  # cat takes no FP8
 
 
 def as_rounded(x: torch.Tensor) -> torch.Tensor:
