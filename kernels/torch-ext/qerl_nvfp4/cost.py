@@ -52,8 +52,13 @@ FP8 = (  # BM, P, S, X of W4A8, from one sequence on; X = 0: x comes with the wo
     (96, 2, 4, 8),
     (128, 2, 4, 0),
     (128, 3, 3, 0),
+    (144, 2, 3, 7),
+    (144, 3, 3, 6),
     (160, 2, 3, 6),
+    (176, 2, 3, 6),
     (192, 2, 3, 5),
+    (208, 2, 3, 5),
+    (224, 2, 3, 5),
     (256, 2, 3, 4),
 )
 WITHOUT_ADAPTER = 64  # rows of A that a product without an adapter is priced with: only products with one were timed
@@ -118,10 +123,12 @@ def layouts(N: int, K: int, M: int) -> list[dict]:
 
 def layouts_fp8(M: int) -> list[dict]:
     """The same for W4A8 and any number of tokens."""
-    fitting = (t for t in FP8 if M / 4 <= t[0] < 2 * max(M, 16) or (t[0] >= 128 and M > 512))
-    return [
-        {"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True} for BM, P, S, X in fitting
-    ]
+    found = []
+    for BM, P, S, X in FP8:
+        little_waste = math.ceil(M / BM) * BM <= WASTE * M
+        if min(M / 4, 128) <= BM and (little_waste or BM < min(2 * max(M, 16), 129)):
+            found.append({"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True})
+    return found
 
 
 def beside(config: dict, M: int) -> bool:
