@@ -164,14 +164,14 @@ def permute_columns(x, out, pdl: bool) -> None:
     )
 
 
-def quantize_rows(x, x8, scale, ordered: bool, factor, pdl: bool) -> None:
-    """x (M, K) [* factor (K,)] -> x8 (M, K or more) e4m3 bytes, `ordered` as words are decoded, and scale (M,) float32."""
+def quantize_x8(x, x8, scale, ordered: bool, factor=None, pdl: bool = False) -> None:
+    """x (M, K) [* factor (K,)] -> x8 (M, K or more) e4m3, `ordered` as words are decoded, and scale (M,) float32."""
     M, K = x.shape
     BK = max(128, triton.next_power_of_2(K))
     launcher(elementwise.quantize_fp8_kernel, M)(
         x,
         scale if factor is None else factor,
-        x8,
+        x8.view(torch.uint8),
         scale,
         K,
         x8.shape[1],
@@ -184,6 +184,16 @@ def quantize_rows(x, x8, scale, ordered: bool, factor, pdl: bool) -> None:
         num_warps=min(32, max(4, BK // 2048)),
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def x8_of(x, ordered: bool, quantize=quantize_x8, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """x8 and scale of x (M, K), in scratch memory, by `quantize_x8` or what takes the same arguments."""
+    M, K = x.shape
+    columns = math.ceil(K / 128) * 128 if ordered else K
+    x8 = scratch(x.device, "x8", M * columns, torch.float8_e4m3fn)[: M * columns].view(M, columns)
+    scale = scratch(x.device, "x8 scale", M, torch.float32)[:M]
+    quantize(x, x8, scale, ordered, **options)
+    return x8, scale
 
 
 def tile_rows(config: dict) -> int:
@@ -332,11 +342,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         x8, token_scale = config["x8"]
         x = x8.view(torch.float8_e4m3fn)
     elif fp8:
-        columns = math.ceil(K / 128) * 128
-        x8 = scratch(x.device, "x8 in order", M * columns, torch.uint8)[: M * columns].view(M, columns)
-        token_scale = scratch(x.device, "x8 scale", M, torch.float32)
-        quantize_rows(given, x8, token_scale, True, None, pdl)
-        x = x8.view(torch.float8_e4m3fn)
+        x, token_scale = x8_of(given, True, pdl=pdl)
     elif order == "decoded":  # the kernel wants x in the order of its weights
         columns = math.ceil(K / 128) * 128
         x = scratch(x.device, "permuted", M * columns, x.dtype)[: M * columns].view(M, columns)
@@ -488,9 +494,8 @@ def launch_portable(
     fp8, given, token_scale = config.get("fp8", False), x, gs
     words, scales = packed.view(torch.int64 if fp8 else torch.int32), scale_bytes(block_scale)
     if fp8:
-        x = scratch(x.device, "x8", M * K, torch.float8_e4m3fn)[: M * K].view(M, K).view(torch.uint8)
-        token_scale = scratch(x.device, "x8 scale", M, torch.float32)
-        quantize_rows(given, x, token_scale, False, None, False)
+        x8, token_scale = x8_of(given, False)
+        x = x8.view(torch.uint8)
     rank, rows, edges, xa, slices, padded = 0, 0, (0, 0), partial, 0, 0
     if lora is not None:
         rank, rows, edges = lora.rank, lora.rows, lora.edges

@@ -26,7 +26,7 @@ except ImportError:
 
 if HAS_TRITON:
     from . import elementwise, fallback, portable
-    from .launch import compiles, fused_adapter, launch, launcher, quantize_rows, scale_args, scale_bytes, scratch
+    from .launch import compiles, fused_adapter, launch, launcher, quantize_x8, scale_args, scale_bytes, scratch, x8_of
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -591,12 +591,10 @@ def backward_fp8(dy, packed, block_scale, global_scale) -> torch.Tensor:
 
 def _scaled_product(x, before, packed, block_scale, transpose: bool, after, bias, out) -> None:
     """out (M, N) = (x (M, K) [* before (K,)], quantized by row) w8^T * after (N,) or (1,) [+ bias]; `transpose`: w8, not w8^T."""
-    (M, K), N = x.shape, out.shape[1]
-    x8 = scratch(x.device, "x8", M * K, torch.float8_e4m3fn)[: M * K].view(M, K)
-    scale = scratch(x.device, "x8 scale", M, torch.float32)[:M]
+    K, N = x.shape[1], out.shape[1]
     w8 = scratch(x.device, "w8", N * K, torch.float8_e4m3fn)[: N * K].view(N, K)
     dequantize_fp8_into(packed, block_scale, transpose, w8)
-    quantize_fp8_into(x, x8, scale, factor=before)
+    x8, scale = x8_of(x, False, quantize_fp8_into, factor=before)
     y = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
     scales = scale[:, None], after.expand(1, N).contiguous()
     if not y.is_meta:  # compiled ahead: cuBLAS needs none of that
@@ -681,7 +679,7 @@ def quantize_fp8_into(x, x8, scale, ordered: bool = False, factor=None) -> None:
 
     def start() -> None:
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            quantize_rows(x, x8.view(torch.uint8), scale, ordered, factor, _pdl(x)["PDL"])
+            quantize_x8(x, x8, scale, ordered, factor, _pdl(x)["PDL"])
 
     done = False
     if _converts_fp8(x) and x.dtype in _HALF:
