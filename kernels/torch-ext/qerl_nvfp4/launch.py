@@ -216,13 +216,14 @@ def fused_adapter(config: dict, x, lora_a, lora_b, splits) -> Lora | None:
 
 
 def launch(
-    config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pdl: bool = True
+    config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, x8=None, pdl: bool = True
 ) -> None:
-    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
+    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels; `x8`: for `launch_wgmma`, others ignore it."""
     if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add
         lora_a = lora_b = None
     lora = fused_adapter(config, x, lora_a, lora_b, splits)
-    launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "mma": launch_mma}
+    wgmma = functools.partial(launch_wgmma, x8=x8)
+    launches = {"skinny": launch_skinny, "wgmma": wgmma, "wide": wgmma, "mma": launch_mma}
     kernel = launches.get(config["kernel"], launch_portable)
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
     if lora_a is not None and lora is None:
@@ -320,7 +321,10 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     )
 
 
-def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
+def launch_wgmma(
+    config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl, x8=None
+) -> None:
+    """`x8`: x in e4m3 bytes and decode order, and its scales, where "fp8" finds them made."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from . import hopper_tile as hopper
@@ -338,11 +342,9 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         rank, rows, up = lora.rank, lora.rows, lora.b
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
     token_scale = gs = scale_args(global_scale)[0]
-    if "x8" in config:
-        x8, token_scale = config["x8"]
-        x = x8.view(torch.float8_e4m3fn)
-    elif fp8:
-        x, token_scale = x8_of(given, True, pdl=pdl)
+    if fp8:
+        x, token_scale = x8 or x8_of(given, True, pdl=pdl)
+        x = x.view(torch.float8_e4m3fn)
     elif order == "decoded":  # the kernel wants x in the order of its weights
         columns = math.ceil(K / 128) * 128
         x = scratch(x.device, "permuted", M * columns, x.dtype)[: M * columns].view(M, columns)

@@ -305,7 +305,7 @@ def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, 
     An error if the kernel does not compile, which tuning and benchmarks want to know; `product_by_any` falls back.
     """
     config = _suited(config, x, packed, block_scale)
-    _start(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    _start(config, None, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
 
 
 def _suited(config: dict, x, packed, block_scale) -> dict:
@@ -316,19 +316,19 @@ def _suited(config: dict, x, packed, block_scale) -> dict:
     return config
 
 
-def _start(config: dict, *arguments) -> None:
+def _start(config: dict, x8, *arguments) -> None:
     if config["kernel"] == "dense" and config.get("fp8"):
         linear_fp8(*arguments)
     elif config["kernel"] == "dense":
         linear_dense(*arguments, config["pieces"])
     else:
-        launch(config, *arguments)
+        launch(config, *arguments, x8)
 
 
-def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
-    """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once."""
+def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, x8=None) -> None:
+    """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once; `x8`: see `launch`."""
     config = _suited(config, x, packed, block_scale)
-    arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    arguments = (x8, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
     (M, K), N, rank = x.shape, packed.shape[0], 0 if lora_b is None else lora_b.shape[1]
     while config["kernel"] != "dense":
         done = fallback.attempt(
@@ -384,7 +384,7 @@ def product_in_any_batch(
 _DENSE = "The dense path (dequantize, then cuBLAS)"
 
 
-_LAUNCH_ONLY = ("kernel", "grid", "cost", "SK", "slices", "x8")
+_LAUNCH_ONLY = ("kernel", "grid", "cost", "SK", "slices")
 
 
 def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
@@ -533,7 +533,7 @@ def _linear(
             bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
             rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
             config = choose(N, K, M, index, bf16, rank, shards, fp8)
-            product_by_any(config | {"x8": x8} if x8 else config, *arguments)
+            product_by_any(config, *arguments, x8)
     return out.view(*x.shape[:-1], N)
 
 
