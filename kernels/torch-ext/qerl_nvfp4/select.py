@@ -135,21 +135,21 @@ def explain(
         priced = cost.cheapest(N, K, M, sms, rank * shards, fp8=fp8)
         if priced is not None:
             return priced, "cost model"
+    # None where no price is asked for; no Hopper is listed
+    card = bounds.card_of(name, capability, sms) if bf16 and cost.SIZES[-1] >= M else None
     if fp8:
-        card, config = bounds.card_of(name, capability, sms), DENSE_FP8
-        if bf16 and not hopper and cost.SIZES[-1] >= M:
-            ours, dense = bounds.fp8_us(card, N, K, cost.size_of(M)) if card else (M, 128)
-            if ours <= dense:
-                config = portable_heuristic(N, K, M, sms, False, shared_memory_limit(device_index)) | {"fp8": True}
+        config = DENSE_FP8
+        ours, dense = bounds.fp8_us(card, N, K, cost.size_of(M)) if card else (M, 128)
+        if bf16 and not hopper and ours <= dense:
+            config = portable_heuristic(N, K, M, sms, False, shared_memory_limit(device_index)) | {"fp8": True}
         return config, f"bounds of {card.name}" if card else "heuristic"
     if bf16 and M <= 16 and capability >= (8, 0):
         found = skinny_heuristic(N, K, M, sms)
     elif bf16 and hopper:
         found = wgmma_heuristic(N, K, M, sms) if M <= 512 else None
-    elif bf16 and M <= cost.SIZES[-1]:  # noqa: SIM300
-        card = bounds.card_of(name, capability, sms)
+    elif card:
         # between two of these sizes nothing changes, and nothing else is compiled
-        prices = bounds.priced(card, N, K, cost.size_of(M), shared_memory_limit(device_index)) if card else []
+        prices = bounds.priced(card, N, K, cost.size_of(M), shared_memory_limit(device_index))
         if prices:
             return prices[0][1], f"bounds of {card.name}"
     return found or without_gluon(N, K, M, device_index), "heuristic"
