@@ -216,20 +216,15 @@ def selected_text(
 # --- matrix product ---------------------------------------------------------------------------------------------------------------
 
 
-def _dense_weight(
-    packed, block_scale, global_scale, dtype, rows: slice, columns: slice, extra: int = 0
-) -> torch.Tensor:
-    """A piece of the dequantized weight in the shared scratch buffer, with `extra` more columns beside it."""
-    packed = packed[rows, columns.start // 2 : columns.stop // 2]
-    block_scale = block_scale[rows, columns.start // 16 : columns.stop // 16]
-    gs = global_scale if global_scale.numel() == 1 else global_scale[rows]
-    n, k = packed.shape[0], packed.shape[1] * 2
-    out = scratch(packed.device, f"dense {dtype}", n * (k + extra), dtype)[: n * (k + extra)].view(n, k + extra)
-    _dequantize(packed, block_scale, gs, dtype, out[:, :k])
+def _dense_weight(packed, block_scale, global_scale, dtype, extra: int = 0) -> torch.Tensor:
+    """The dequantized weight in the shared scratch buffer, with `extra` more columns beside it."""
+    N, K = packed.shape[0], packed.shape[1] * 2
+    out = scratch(packed.device, f"dense {dtype}", N * (K + extra), dtype)[: N * (K + extra)].view(N, K + extra)
+    _dequantize(packed, block_scale, global_scale, dtype, out[:, :K])
     return out
 
 
-def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pieces: int) -> None:
+def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
     """Dequantize, then cuBLAS. Where the output is much wider than x the adapter becomes more columns of the same product,
     [x | x A^T] [W | B]^T: adding it afterwards would read and write the output once more."""
     N, K = packed.shape[0], x.shape[1]
@@ -239,16 +234,13 @@ def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, spl
         x = scratch(x.device, f"joined {x.dtype}", M * (K + joined), x.dtype)[: M * (K + joined)].view(M, K + joined)
         x[:, :K].copy_(x_MK)
         torch.mm(x_MK, lora_a.to(x.dtype).t(), out=x[:, K:])
-    step = math.ceil(N / pieces / 256) * 256
-    for n0 in range(0, N, step):
-        rows = slice(n0, min(n0 + step, N))
-        weight = _dense_weight(packed, block_scale, global_scale, x.dtype, rows, slice(0, K), joined)
-        if joined:
-            _block_diagonal(lora_b, splits, rows, weight[:, K:])
-        if bias is None:
-            torch.mm(x, weight.t(), out=out[:, rows])
-        else:
-            torch.addmm(bias[rows].to(x.dtype), x, weight.t(), out=out[:, rows])
+    weight = _dense_weight(packed, block_scale, global_scale, x.dtype, joined)
+    if joined:
+        _block_diagonal(lora_b, splits, weight[:, K:])
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
     if lora_a is not None and not joined:
         _add_adapter(x, lora_a, lora_b, splits, out)
 
@@ -286,15 +278,14 @@ def _add_adapter(x, lora_a, lora_b, splits, out) -> None:
         out += reference.lora(x, lora_a, lora_b, splits)
 
 
-def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
-    """The given rows of B (N, r) with shard i in columns i*r to (i+1)*r and zeros elsewhere."""
+def _block_diagonal(lora_b, splits, out) -> None:
+    """B (N, r) with shard i in columns i*r to (i+1)*r and zeros elsewhere."""
     widths, rank, start = reference.split_rows(lora_b, splits), lora_b.shape[1], 0
     if len(widths) > 1:
         out.zero_()
     for i, width in enumerate(widths):
-        first, last = max(start, rows.start), min(start + width, rows.stop)
-        if first < last:
-            out[first - rows.start : last - rows.start, i * rank : (i + 1) * rank] = lora_b[first:last]
+        rows = slice(start, start + width)
+        out[rows, i * rank : (i + 1) * rank] = lora_b[rows]
         start += width
 
 
@@ -320,7 +311,7 @@ def _start(config: dict, x8, *arguments) -> None:
     if config["kernel"] == "dense" and config.get("fp8"):
         linear_fp8(*arguments)
     elif config["kernel"] == "dense":
-        linear_dense(*arguments, config["pieces"])
+        linear_dense(*arguments)
     else:
         launch(config, *arguments, x8)
 
@@ -396,7 +387,7 @@ def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
 def _instead_of(config: dict, N: int, K: int, M: int, index: int) -> dict:
     if config.get("fp8"):
         return select.DENSE_FP8
-    return {"kernel": "dense", "pieces": 1} if config["kernel"] == "portable" else select.without_gluon(N, K, M, index)
+    return {"kernel": "dense"} if config["kernel"] == "portable" else select.without_gluon(N, K, M, index)
 
 
 def usable(config: dict, x, packed, block_scale) -> bool:
@@ -551,7 +542,7 @@ def _linear_backward(dy, packed, block_scale, global_scale, compute="w4a16") -> 
 def backward_dense(dy, packed, block_scale, global_scale) -> torch.Tensor:
     """dx (..., K) = dy (..., N) W, through the dequantized weight."""
     N, K = packed.shape[0], packed.shape[1] * 2
-    weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
+    weight = _dense_weight(packed, block_scale, global_scale, dy.dtype)
     return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
 
 

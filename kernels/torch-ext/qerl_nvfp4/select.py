@@ -11,7 +11,7 @@ In this order: what was measured (measured.py), by the user or shipped; what sho
     {"kernel": "wide", "BM", "P", "S", "X", "grid"}                the same kernel, x in a ring of its own, BM any multiple of 16 up to 256
     {"kernel": "mma", "BM", "R", "NS", "SK"}                       ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
-    {"kernel": "dense", "pieces"}                                  dequantize into a scratch buffer, then cuBLAS
+    {"kernel": "dense"}                                            dequantize into a scratch buffer, then cuBLAS
     {"kernel": ..., "fp8": True}                                   W4A8: `wgmma` or `wide` with S and X, `portable`, or `dense` in e4m3
 
 `portable_shared_memory` keeps the portable kernel below the card's limit per block.
@@ -107,7 +107,7 @@ def forget_measured() -> None:
     explain.cache_clear()
 
 
-DENSE_FP8 = {"kernel": "dense", "pieces": 1, "fp8": True}
+DENSE_FP8 = {"kernel": "dense", "fp8": True}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,6 +211,6 @@ def choose(
 def without_gluon(N: int, K: int, M: int, device_index: int | None) -> dict:
     """The portable kernel, or for many tokens the dense path."""
     if M > 128:
-        return {"kernel": "dense", "pieces": 1}
+        return {"kernel": "dense"}
     _, sms, capability = device_properties(device_index)
     return portable_heuristic(N, K, M, sms, capability[0] == 9, shared_memory_limit(device_index))
