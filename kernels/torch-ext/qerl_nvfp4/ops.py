@@ -359,11 +359,6 @@ def product_in_any_batch(
                 break
         else:
             adapter = "" if lora_b is None else f" with an adapter of rank {lora_b.shape[1]} on shards {splits or (N,)}"
-            if fp8:
-                raise ValueError(
-                    f"batch_invariant with compute='w4a8' has no kernel for {N} x {K}{adapter}: it needs Hopper and ranks of multiples of "
-                    "8. Use w4a16."
-                )
             raise ValueError(
                 f"batch_invariant: no kernel computes a weight of {N} x {K}{adapter} in the same order for every number of tokens. It takes "
                 "rows that lie one after the other, and an adapter in x's type, of rank at most 256, on at most three shards of multiples of 64 "

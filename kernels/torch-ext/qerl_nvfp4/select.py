@@ -183,7 +183,7 @@ def batch_invariant(
     wgmma: every tile's columns are cut at the same places, for x A^T too; widths of the matrix instruction differ, the order of k within
     does not.  portable: one tile for all.  `skinny` and cuBLAS add up in another order than these, and are never taken.
     """
-    found = []
+    found, more = [], {"fp8": True} if fp8 else {}
     if bf16 and hopper and cost.fits(N, K):
         sizes = [(*t, False) for t in _FP8_TILES] if fp8 else _WGMMA_TILES
         BM, P, S, permute = next((t for t in sizes if t[0] >= M), sizes[-1])
@@ -191,14 +191,12 @@ def batch_invariant(
         tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
         grid = tiles * split if split > 1 else whole_tiles_grid(tiles, sms)
         config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}
-        found.append(config | {"tasks": True, "slices": max(1, K // 1024)} | ({"fp8": True} if fp8 else {}))
-    if fp8:
-        return found
+        found.append(config | {"tasks": True, "slices": max(1, K // 1024)} | more)
     steps, BM, BN = math.ceil(K / 128), 64, 64
     config = {"kernel": "portable", "BM": BM, "BN": BN, "BK": 128, "NW": 4, "MMA": 3 if hopper else 2, "down": 16}
     config["SK"] = fixed_split(math.ceil(N / BN), steps)
     stages = (NS for NS in (3, 2) if portable_shared_memory(config | {"NS": NS}) <= shared_memory)
-    return [*found, config | {"NS": next(stages, 1)}]
+    return [*found, config | {"NS": next(stages, 1)} | more]
 
 
 def choose(
