@@ -4,6 +4,8 @@ On a CPU the Hopper kernel runs in the emulator and the portable one in Triton's
 sums; how a matrix instruction adds up within itself only the GPU tests see.
 """
 
+import itertools
+
 import pytest
 import torch
 from nvfp4_cases import Problem, random_weight, relative_error
@@ -44,17 +46,21 @@ def test_wgmma_cuts_k_at_the_same_places_for_every_number_of_tokens(rank, splits
 
 @pytest.mark.skipif(not portable.INTERPRET, reason="runs where there is no GPU, with TRITON_INTERPRET=1")
 @ADAPTERS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_portable_in_the_interpreter(dtype, rank, splits):
-    problem, whole = problem_of(130, 320, 1040, rank, splits, dtype=dtype), None
-    for M in (130, 17, 1):
-        config = select.batch_invariant(320, 1040, M, 7, False, False, SHARED_MEMORY)[0]
+@pytest.mark.parametrize(
+    "dtype,compute",
+    [(torch.bfloat16, "w4a16"), (torch.float16, "w4a16"), (torch.bfloat16, "w4a8")],
+    ids=["bf16", "fp16", "W4A8"],
+)
+def test_portable_in_the_interpreter(dtype, compute, rank, splits):
+    problem, whole = problem_of(80, 320, 1040, rank, splits, dtype=dtype), None
+    for M in (80, 17, 1):
+        config = select.batch_invariant(320, 1040, M, 7, False, False, SHARED_MEMORY, compute == "w4a8")[0]
         assert config["kernel"] == "portable" and config["SK"] > 1
         y = problem.by(config, slice(0, M))
         whole = y if whole is None else whole
         assert torch.equal(y, whole[:M]), M
     assert torch.equal(problem.by(config, slice(77, 80)), whole[77:80]), "the same rows in another place"
-    assert relative_error(whole, problem.exact()) < 4e-3
+    assert relative_error(whole, problem.exact(compute)) < 4e-3
 
 
 @pytest.mark.parametrize(
@@ -64,8 +70,9 @@ def test_the_cuts_depend_on_the_matrix_alone(N, K):
     """Not on the tokens, not on the multiprocessors; and no program computes parts of two tiles."""
     cuts = set()
     for M in (*range(1, 130, 3), 128, 129, 500, 1024):
-        for sms in (78, 132, 148):
-            for config in select.batch_invariant(N, K, M, sms, True, True, 227 * 1024):
+        for sms, fp8 in itertools.product((78, 132, 148), (False, True)):
+            for config in select.batch_invariant(N, K, M, sms, True, True, 227 * 1024, fp8):
+                assert config.get("fp8", False) == fp8
                 if config["kernel"] == "portable":
                     cuts.add(("portable", *(config[k] for k in ("BM", "BN", "BK", "SK", "MMA", "down"))))
                     continue

@@ -61,7 +61,7 @@ def test_the_cost_model_answers_where_nothing_was_measured(h200, monkeypatch):
     assert (config["kernel"], config["BM"], why) == ("wide", 160, "cost model")
     assert explain(150) == explain(160), "a step of 16 tokens"
     assert explain(16)[1] == "heuristic"
-    assert explain(cost.SIZES[-1] + 1) == ({"kernel": "dense", "pieces": 1}, "heuristic")
+    assert explain(cost.SIZES[-1] + 1) == ({"kernel": "dense"}, "heuristic")
     assert explain(150, bf16=False)[1] == "heuristic"
     assert explain(40, 1152, 912)[0]["kernel"] == "portable", "K that the copy engine cannot read"
     assert explain(40, 1152, 896)[0]["kernel"] == "wgmma", "the last unit is a part of one"

@@ -202,7 +202,7 @@ def test_w4a8(emulated, config, M, N, K, rank, splits):
     problem = Problem(M, N, K, rank, splits, aligned=True)
     expected = problem.by(config)
     problem.x, *x8 = reference.wide_parts(reference.widened(problem.x), K)
-    assert torch.equal(problem.by(config | {"x8": x8}), expected) and emulated["launches"][-2:] == ["wgmma_kernel"] * 2
+    assert torch.equal(problem.by(config, x8=x8), expected) and emulated["launches"][-2:] == ["wgmma_kernel"] * 2
 
 
 def skinny_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:

@@ -91,7 +91,7 @@ def portable(rng: random.Random) -> tuple[dict, int, int, int, int]:
 
 def dense(rng: random.Random) -> tuple[dict, int, int, int, int]:
     M, N, K = rng.randint(1, 600), rng.randint(1, 1500), 16 * rng.randint(1, 128)
-    return {"kernel": "dense", "pieces": rng.randint(1, 3)}, M, N, K, 128
+    return {"kernel": "dense"}, M, N, K, 128
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def clock(monkeypatch):
 
 
 PORTABLE = {"kernel": "portable", "BM": 32, "BN": 64, "BK": 128, "SK": 2, "NW": 4, "NS": 2, "MMA": 2}
-SHIPPED, FAST, DENSE = PORTABLE, PORTABLE | {"SK": 4}, {"kernel": "dense", "pieces": 1}
+SHIPPED, FAST, DENSE = PORTABLE, PORTABLE | {"SK": 4}, {"kernel": "dense"}
 WEIGHT = Weight(96, 512, (64, 32), RANK)
 PRICES = {repr(SHIPPED): 10.0, repr(FAST): 7.0, repr(DENSE): 12.0}
 

@@ -87,13 +87,14 @@ def test_the_selected_kernel_can_run_and_is_the_cheapest(card, N, K):
         ours = [bounds.mma_us(card, c, N, K, size) for c in bounds.mma_candidates(N, K, size, card.sms, shared)]
         cheapest = "mma" if min(ours) < bounds.dense_us(card, N, K, size) else "dense"
         assert config["kernel"] == cheapest and (M != 32 or cheapest == "mma")
-    assert select.explain(N, K, 2000, 0, True) == ({"kernel": "dense", "pieces": 1}, "heuristic")
+    assert select.explain(N, K, 2000, 0, True) == ({"kernel": "dense"}, "heuristic")
     assert select.explain(N, K, 8, 0, True)[1] == "heuristic"
     assert select.explain(N, K, 32, 0, False)[0]["kernel"] == "portable", "float16"
     assert select.explain(N, K - 16, 32, 0, True)[0]["kernel"] == "portable", "K that 128 does not divide"
     for M in (1, 128, 300, 1024, 1537):
-        config = select.choose(N, K, M, 0, True, fp8=True)
+        config, why = select.explain(N, K, M, 0, True, fp8=True)
         ours, dense = bounds.fp8_us(card, N, K, M)
         assert config["fp8"] and launchable(config, N, K, M, card.sms, shared)
         assert config["kernel"] == ("portable" if M <= 128 or (ours < dense and M < 1500) else "dense")
-    assert select.choose(N, K, 32, 0, False, fp8=True) == select.DENSE_FP8, "float16"
+        assert why == (f"bounds of {card.name}" if M < 1500 else "heuristic")
+    assert select.explain(N, K, 32, 0, False, fp8=True) == (select.DENSE_FP8, "heuristic"), "float16"

@@ -161,5 +161,5 @@ def priced(card: Card, N: int, K: int, M: int, shared_memory: int) -> list[tuple
     if K % 128:
         return []
     found = [(mma_us(card, c, N, K, M), c) for c in mma_candidates(N, K, M, card.sms, shared_memory)]
-    found.append((dense_us(card, N, K, M), {"kernel": "dense", "pieces": 1}))
+    found.append((dense_us(card, N, K, M), {"kernel": "dense"}))
     return sorted(found, key=lambda f: f[0])

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .portable import decode_block, e4m3_value, encode_e4m3, encode_scale, join4, narrow, widen
+from .portable import decode_block, decode_e2m1, e4m3_value, encode_e4m3, encode_scale, join4, narrow, widen
 
 
 @triton.jit
@@ -17,12 +17,6 @@ def encode_e2m1(v):
     exponent = tl.maximum(v, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
     steps = (v + (exponent + (22 << 23)).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) & 7
     return steps + (exponent >> 22) - 254
-
-
-@triton.jit
-def decode_e2m1(c):
-    """e2m1 code 0..7 (int32) -> float32 (its bits are a float's exponent and mantissa with bias 1)."""
-    return (c << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit

@@ -12,7 +12,7 @@ One warp keeps the rings full: the bulk copy engine brings words, scales and x, 
                                               |   arrive empty[the one before], after the first wgmma of the next unit
 
 Two forms of the ring.  X = 0: x comes with the words, 256 columns at a time, in full[st]; a ring of two stages is then filled and emptied by
-halves (B = 2).  X > 0: x has a ring of its own of fewer columns, so that up to 288 tokens fit beside the words.
+halves (B = 2).  X > 0: x has a ring of its own of fewer columns, so that up to 256 tokens fit beside the words.
 
 x must be in the k order of the decoded words: portable.permute_kernel or quantize_fp8_kernel wrote it so ("decoded"), four more warps
 reorder it in shared memory, which saves a launch ("permute"), or words are decoded in x's own order ("natural").

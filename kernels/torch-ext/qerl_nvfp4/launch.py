@@ -164,14 +164,14 @@ def permute_columns(x, out, pdl: bool) -> None:
     )
 
 
-def quantize_rows(x, x8, scale, ordered: bool, factor, pdl: bool) -> None:
-    """x (M, K) [* factor (K,)] -> x8 (M, K or more) e4m3 bytes, `ordered` as words are decoded, and scale (M,) float32."""
+def quantize_x8(x, x8, scale, ordered: bool, factor=None, pdl: bool = False) -> None:
+    """x (M, K) [* factor (K,)] -> x8 (M, K or more) e4m3, `ordered` as words are decoded, and scale (M,) float32."""
     M, K = x.shape
     BK = max(128, triton.next_power_of_2(K))
     launcher(elementwise.quantize_fp8_kernel, M)(
         x,
         scale if factor is None else factor,
-        x8,
+        x8.view(torch.uint8),
         scale,
         K,
         x8.shape[1],
@@ -184,6 +184,16 @@ def quantize_rows(x, x8, scale, ordered: bool, factor, pdl: bool) -> None:
         num_warps=min(32, max(4, BK // 2048)),
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def x8_of(x, ordered: bool, quantize=quantize_x8, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """x8 and scale of x (M, K), in scratch memory, by `quantize_x8` or what takes the same arguments."""
+    M, K = x.shape
+    columns = math.ceil(K / 128) * 128 if ordered else K
+    x8 = scratch(x.device, "x8", M * columns, torch.float8_e4m3fn)[: M * columns].view(M, columns)
+    scale = scratch(x.device, "x8 scale", M, torch.float32)[:M]
+    quantize(x, x8, scale, ordered, **options)
+    return x8, scale
 
 
 def tile_rows(config: dict) -> int:
@@ -206,13 +216,14 @@ def fused_adapter(config: dict, x, lora_a, lora_b, splits) -> Lora | None:
 
 
 def launch(
-    config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pdl: bool = True
+    config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, x8=None, pdl: bool = True
 ) -> None:
-    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
+    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels; `x8`: for `launch_wgmma`, others ignore it."""
     if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add
         lora_a = lora_b = None
     lora = fused_adapter(config, x, lora_a, lora_b, splits)
-    launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "mma": launch_mma}
+    wgmma = functools.partial(launch_wgmma, x8=x8)
+    launches = {"skinny": launch_skinny, "wgmma": wgmma, "wide": wgmma, "mma": launch_mma}
     kernel = launches.get(config["kernel"], launch_portable)
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
     if lora_a is not None and lora is None:
@@ -310,7 +321,10 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     )
 
 
-def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
+def launch_wgmma(
+    config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl, x8=None
+) -> None:
+    """`x8`: x in e4m3 bytes and decode order, and its scales, where "fp8" finds them made."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from . import hopper_tile as hopper
@@ -328,15 +342,9 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         rank, rows, up = lora.rank, lora.rows, lora.b
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
     token_scale = gs = scale_args(global_scale)[0]
-    if "x8" in config:
-        x8, token_scale = config["x8"]
-        x = x8.view(torch.float8_e4m3fn)
-    elif fp8:
-        columns = math.ceil(K / 128) * 128
-        x8 = scratch(x.device, "x8 in order", M * columns, torch.uint8)[: M * columns].view(M, columns)
-        token_scale = scratch(x.device, "x8 scale", M, torch.float32)
-        quantize_rows(given, x8, token_scale, True, None, pdl)
-        x = x8.view(torch.float8_e4m3fn)
+    if fp8:
+        x, token_scale = x8 or x8_of(given, True, pdl=pdl)
+        x = x.view(torch.float8_e4m3fn)
     elif order == "decoded":  # the kernel wants x in the order of its weights
         columns = math.ceil(K / 128) * 128
         x = scratch(x.device, "permuted", M * columns, x.dtype)[: M * columns].view(M, columns)
@@ -488,9 +496,8 @@ def launch_portable(
     fp8, given, token_scale = config.get("fp8", False), x, gs
     words, scales = packed.view(torch.int64 if fp8 else torch.int32), scale_bytes(block_scale)
     if fp8:
-        x = scratch(x.device, "x8", M * K, torch.float8_e4m3fn)[: M * K].view(M, K).view(torch.uint8)
-        token_scale = scratch(x.device, "x8 scale", M, torch.float32)
-        quantize_rows(given, x, token_scale, False, None, False)
+        x8, token_scale = x8_of(given, False)
+        x = x8.view(torch.uint8)
     rank, rows, edges, xa, slices, padded = 0, 0, (0, 0), partial, 0, 0
     if lora is not None:
         rank, rows, edges = lora.rank, lora.rows, lora.edges

@@ -26,7 +26,7 @@ except ImportError:
 
 if HAS_TRITON:
     from . import elementwise, fallback, portable
-    from .launch import compiles, fused_adapter, launch, launcher, quantize_rows, scale_args, scale_bytes, scratch
+    from .launch import compiles, fused_adapter, launch, launcher, quantize_x8, scale_args, scale_bytes, scratch, x8_of
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -216,20 +216,15 @@ def selected_text(
 # --- matrix product ---------------------------------------------------------------------------------------------------------------
 
 
-def _dense_weight(
-    packed, block_scale, global_scale, dtype, rows: slice, columns: slice, extra: int = 0
-) -> torch.Tensor:
-    """A piece of the dequantized weight in the shared scratch buffer, with `extra` more columns beside it."""
-    packed = packed[rows, columns.start // 2 : columns.stop // 2]
-    block_scale = block_scale[rows, columns.start // 16 : columns.stop // 16]
-    gs = global_scale if global_scale.numel() == 1 else global_scale[rows]
-    n, k = packed.shape[0], packed.shape[1] * 2
-    out = scratch(packed.device, f"dense {dtype}", n * (k + extra), dtype)[: n * (k + extra)].view(n, k + extra)
-    _dequantize(packed, block_scale, gs, dtype, out[:, :k])
+def _dense_weight(packed, block_scale, global_scale, dtype, extra: int = 0) -> torch.Tensor:
+    """The dequantized weight in the shared scratch buffer, with `extra` more columns beside it."""
+    N, K = packed.shape[0], packed.shape[1] * 2
+    out = scratch(packed.device, f"dense {dtype}", N * (K + extra), dtype)[: N * (K + extra)].view(N, K + extra)
+    _dequantize(packed, block_scale, global_scale, dtype, out[:, :K])
     return out
 
 
-def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pieces: int) -> None:
+def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
     """Dequantize, then cuBLAS. Where the output is much wider than x the adapter becomes more columns of the same product,
     [x | x A^T] [W | B]^T: adding it afterwards would read and write the output once more."""
     N, K = packed.shape[0], x.shape[1]
@@ -239,16 +234,13 @@ def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, spl
         x = scratch(x.device, f"joined {x.dtype}", M * (K + joined), x.dtype)[: M * (K + joined)].view(M, K + joined)
         x[:, :K].copy_(x_MK)
         torch.mm(x_MK, lora_a.to(x.dtype).t(), out=x[:, K:])
-    step = math.ceil(N / pieces / 256) * 256
-    for n0 in range(0, N, step):
-        rows = slice(n0, min(n0 + step, N))
-        weight = _dense_weight(packed, block_scale, global_scale, x.dtype, rows, slice(0, K), joined)
-        if joined:
-            _block_diagonal(lora_b, splits, rows, weight[:, K:])
-        if bias is None:
-            torch.mm(x, weight.t(), out=out[:, rows])
-        else:
-            torch.addmm(bias[rows].to(x.dtype), x, weight.t(), out=out[:, rows])
+    weight = _dense_weight(packed, block_scale, global_scale, x.dtype, joined)
+    if joined:
+        _block_diagonal(lora_b, splits, weight[:, K:])
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
     if lora_a is not None and not joined:
         _add_adapter(x, lora_a, lora_b, splits, out)
 
@@ -286,15 +278,14 @@ def _add_adapter(x, lora_a, lora_b, splits, out) -> None:
         out += reference.lora(x, lora_a, lora_b, splits)
 
 
-def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
-    """The given rows of B (N, r) with shard i in columns i*r to (i+1)*r and zeros elsewhere."""
+def _block_diagonal(lora_b, splits, out) -> None:
+    """B (N, r) with shard i in columns i*r to (i+1)*r and zeros elsewhere."""
     widths, rank, start = reference.split_rows(lora_b, splits), lora_b.shape[1], 0
     if len(widths) > 1:
         out.zero_()
     for i, width in enumerate(widths):
-        first, last = max(start, rows.start), min(start + width, rows.stop)
-        if first < last:
-            out[first - rows.start : last - rows.start, i * rank : (i + 1) * rank] = lora_b[first:last]
+        rows = slice(start, start + width)
+        out[rows, i * rank : (i + 1) * rank] = lora_b[rows]
         start += width
 
 
@@ -305,7 +296,7 @@ def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, 
     An error if the kernel does not compile, which tuning and benchmarks want to know; `product_by_any` falls back.
     """
     config = _suited(config, x, packed, block_scale)
-    _start(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    _start(config, None, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
 
 
 def _suited(config: dict, x, packed, block_scale) -> dict:
@@ -316,19 +307,19 @@ def _suited(config: dict, x, packed, block_scale) -> dict:
     return config
 
 
-def _start(config: dict, *arguments) -> None:
+def _start(config: dict, x8, *arguments) -> None:
     if config["kernel"] == "dense" and config.get("fp8"):
         linear_fp8(*arguments)
     elif config["kernel"] == "dense":
-        linear_dense(*arguments, config["pieces"])
+        linear_dense(*arguments)
     else:
-        launch(config, *arguments)
+        launch(config, *arguments, x8)
 
 
-def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
-    """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once."""
+def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, x8=None) -> None:
+    """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once; `x8`: see `launch`."""
     config = _suited(config, x, packed, block_scale)
-    arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    arguments = (x8, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
     (M, K), N, rank = x.shape, packed.shape[0], 0 if lora_b is None else lora_b.shape[1]
     while config["kernel"] != "dense":
         done = fallback.attempt(
@@ -368,11 +359,6 @@ def product_in_any_batch(
                 break
         else:
             adapter = "" if lora_b is None else f" with an adapter of rank {lora_b.shape[1]} on shards {splits or (N,)}"
-            if fp8:
-                raise ValueError(
-                    f"batch_invariant with compute='w4a8' has no kernel for {N} x {K}{adapter}: it needs Hopper and ranks of multiples of "
-                    "8. Use w4a16."
-                )
             raise ValueError(
                 f"batch_invariant: no kernel computes a weight of {N} x {K}{adapter} in the same order for every number of tokens. It takes "
                 "rows that lie one after the other, and an adapter in x's type, of rank at most 256, on at most three shards of multiples of 64 "
@@ -384,7 +370,7 @@ def product_in_any_batch(
 _DENSE = "The dense path (dequantize, then cuBLAS)"
 
 
-_LAUNCH_ONLY = ("kernel", "grid", "cost", "SK", "slices", "x8")
+_LAUNCH_ONLY = ("kernel", "grid", "cost", "SK", "slices")
 
 
 def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
@@ -396,7 +382,7 @@ def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
 def _instead_of(config: dict, N: int, K: int, M: int, index: int) -> dict:
     if config.get("fp8"):
         return select.DENSE_FP8
-    return {"kernel": "dense", "pieces": 1} if config["kernel"] == "portable" else select.without_gluon(N, K, M, index)
+    return {"kernel": "dense"} if config["kernel"] == "portable" else select.without_gluon(N, K, M, index)
 
 
 def usable(config: dict, x, packed, block_scale) -> bool:
@@ -533,7 +519,7 @@ def _linear(
             bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
             rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
             config = choose(N, K, M, index, bf16, rank, shards, fp8)
-            product_by_any(config | {"x8": x8} if x8 else config, *arguments)
+            product_by_any(config, *arguments, x8)
     return out.view(*x.shape[:-1], N)
 
 
@@ -551,7 +537,7 @@ def _linear_backward(dy, packed, block_scale, global_scale, compute="w4a16") -> 
 def backward_dense(dy, packed, block_scale, global_scale) -> torch.Tensor:
     """dx (..., K) = dy (..., N) W, through the dequantized weight."""
     N, K = packed.shape[0], packed.shape[1] * 2
-    weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
+    weight = _dense_weight(packed, block_scale, global_scale, dy.dtype)
     return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
 
 
@@ -591,12 +577,10 @@ def backward_fp8(dy, packed, block_scale, global_scale) -> torch.Tensor:
 
 def _scaled_product(x, before, packed, block_scale, transpose: bool, after, bias, out) -> None:
     """out (M, N) = (x (M, K) [* before (K,)], quantized by row) w8^T * after (N,) or (1,) [+ bias]; `transpose`: w8, not w8^T."""
-    (M, K), N = x.shape, out.shape[1]
-    x8 = scratch(x.device, "x8", M * K, torch.float8_e4m3fn)[: M * K].view(M, K)
-    scale = scratch(x.device, "x8 scale", M, torch.float32)[:M]
+    K, N = x.shape[1], out.shape[1]
     w8 = scratch(x.device, "w8", N * K, torch.float8_e4m3fn)[: N * K].view(N, K)
     dequantize_fp8_into(packed, block_scale, transpose, w8)
-    quantize_fp8_into(x, x8, scale, factor=before)
+    x8, scale = x8_of(x, False, quantize_fp8_into, factor=before)
     y = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
     scales = scale[:, None], after.expand(1, N).contiguous()
     if not y.is_meta:  # compiled ahead: cuBLAS needs none of that
@@ -681,7 +665,7 @@ def quantize_fp8_into(x, x8, scale, ordered: bool = False, factor=None) -> None:
 
     def start() -> None:
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            quantize_rows(x, x8.view(torch.uint8), scale, ordered, factor, _pdl(x)["PDL"])
+            quantize_x8(x, x8, scale, ordered, factor, _pdl(x)["PDL"])
 
     done = False
     if _converts_fp8(x) and x.dtype in _HALF:

@@ -168,13 +168,18 @@ DECODE_BLOCK = tl.constexpr(
 
 
 @triton.jit
+def decode_e2m1(c):
+    """e2m1 code 0..7 (int32) -> float32 (its bits are a float's exponent and mantissa with bias 1)."""
+    return (c << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
 def decode_four(q, v, INTERP: tl.constexpr):
     """The four lowest codes times v, as e4m3 bytes of an int32."""
     word = tl.zeros(q.shape, tl.int32)
     for i in tl.static_range(4):
         c = (q >> (4 * i)).to(tl.int32)
-        magnitude = ((c & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-        word |= (encode_e4m3(magnitude * v, INTERP) | (c & 8) << 4) << (8 * i)
+        word |= (encode_e4m3(decode_e2m1(c & 7) * v, INTERP) | (c & 8) << 4) << (8 * i)
     return word
 
 

@@ -99,7 +99,7 @@ def portable_near(N: int, K: int, M: int, device: int | None) -> list[dict]:
         ]
         found = [config for config in found if select.portable_shared_memory(config) <= limit]
     if M >= 32:
-        found.append({"kernel": "dense", "pieces": 1})
+        found.append({"kernel": "dense"})
     return found
 
 

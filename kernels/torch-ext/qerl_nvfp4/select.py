@@ -11,7 +11,7 @@ In this order: what was measured (measured.py), by the user or shipped; what sho
     {"kernel": "wide", "BM", "P", "S", "X", "grid"}                the same kernel, x in a ring of its own, BM any multiple of 16 up to 256
     {"kernel": "mma", "BM", "R", "NS", "SK"}                       ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
-    {"kernel": "dense", "pieces"}                                  dequantize into a scratch buffer, then cuBLAS
+    {"kernel": "dense"}                                            dequantize into a scratch buffer, then cuBLAS
     {"kernel": ..., "fp8": True}                                   W4A8: `wgmma` or `wide` with S and X, `portable`, or `dense` in e4m3
 
 `portable_shared_memory` keeps the portable kernel below the card's limit per block.
@@ -107,7 +107,7 @@ def forget_measured() -> None:
     explain.cache_clear()
 
 
-DENSE_FP8 = {"kernel": "dense", "pieces": 1, "fp8": True}
+DENSE_FP8 = {"kernel": "dense", "fp8": True}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,21 +135,21 @@ def explain(
         priced = cost.cheapest(N, K, M, sms, rank * shards, fp8=fp8)
         if priced is not None:
             return priced, "cost model"
+    # None where no price is asked for; no Hopper is listed
+    card = bounds.card_of(name, capability, sms) if bf16 and cost.SIZES[-1] >= M else None
     if fp8:
-        card, config = bounds.card_of(name, capability, sms), DENSE_FP8
-        if bf16 and not hopper and cost.SIZES[-1] >= M:
-            ours, dense = bounds.fp8_us(card, N, K, cost.size_of(M)) if card else (M, 128)
-            if ours <= dense:
-                config = portable_heuristic(N, K, M, sms, False, shared_memory_limit(device_index)) | {"fp8": True}
+        config = DENSE_FP8
+        ours, dense = bounds.fp8_us(card, N, K, cost.size_of(M)) if card else (M, 128)
+        if bf16 and not hopper and ours <= dense:
+            config = portable_heuristic(N, K, M, sms, False, shared_memory_limit(device_index)) | {"fp8": True}
         return config, f"bounds of {card.name}" if card else "heuristic"
     if bf16 and M <= 16 and capability >= (8, 0):
         found = skinny_heuristic(N, K, M, sms)
     elif bf16 and hopper:
         found = wgmma_heuristic(N, K, M, sms) if M <= 512 else None
-    elif bf16 and M <= cost.SIZES[-1]:  # noqa: SIM300
-        card = bounds.card_of(name, capability, sms)
+    elif card:
         # between two of these sizes nothing changes, and nothing else is compiled
-        prices = bounds.priced(card, N, K, cost.size_of(M), shared_memory_limit(device_index)) if card else []
+        prices = bounds.priced(card, N, K, cost.size_of(M), shared_memory_limit(device_index))
         if prices:
             return prices[0][1], f"bounds of {card.name}"
     return found or without_gluon(N, K, M, device_index), "heuristic"
@@ -183,7 +183,7 @@ def batch_invariant(
     wgmma: every tile's columns are cut at the same places, for x A^T too; widths of the matrix instruction differ, the order of k within
     does not.  portable: one tile for all.  `skinny` and cuBLAS add up in another order than these, and are never taken.
     """
-    found = []
+    found, more = [], {"fp8": True} if fp8 else {}
     if bf16 and hopper and cost.fits(N, K):
         sizes = [(*t, False) for t in _FP8_TILES] if fp8 else _WGMMA_TILES
         BM, P, S, permute = next((t for t in sizes if t[0] >= M), sizes[-1])
@@ -191,14 +191,12 @@ def batch_invariant(
         tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
         grid = tiles * split if split > 1 else whole_tiles_grid(tiles, sms)
         config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}
-        found.append(config | {"tasks": True, "slices": max(1, K // 1024)} | ({"fp8": True} if fp8 else {}))
-    if fp8:
-        return found
+        found.append(config | {"tasks": True, "slices": max(1, K // 1024)} | more)
     steps, BM, BN = math.ceil(K / 128), 64, 64
     config = {"kernel": "portable", "BM": BM, "BN": BN, "BK": 128, "NW": 4, "MMA": 3 if hopper else 2, "down": 16}
     config["SK"] = fixed_split(math.ceil(N / BN), steps)
     stages = (NS for NS in (3, 2) if portable_shared_memory(config | {"NS": NS}) <= shared_memory)
-    return [*found, config | {"NS": next(stages, 1)}]
+    return [*found, config | {"NS": next(stages, 1)} | more]
 
 
 def choose(
@@ -211,6 +209,6 @@ def choose(
 def without_gluon(N: int, K: int, M: int, device_index: int | None) -> dict:
     """The portable kernel, or for many tokens the dense path."""
     if M > 128:
-        return {"kernel": "dense", "pieces": 1}
+        return {"kernel": "dense"}
     _, sms, capability = device_properties(device_index)
     return portable_heuristic(N, K, M, sms, capability[0] == 9, shared_memory_limit(device_index))
