@@ -171,8 +171,9 @@ def factors_of(rows: list[dict], sms: int) -> dict[str, dict[str, float]]:
 
 
 def complete(config: dict, M: int) -> dict:
-    """Configuration as launched with an adapter."""
-    return config | {"tasks": cost.beside(config, M)} if config["kernel"] in ("wgmma", "wide") else config
+    """Configuration as launched with an adapter; older records name the `pieces` of the dense path."""
+    tiles = {"tasks": cost.beside(config, M)} if config["kernel"] in ("wgmma", "wide") else {}
+    return {name: value for name, value in config.items() if name != "pieces"} | tiles
 
 
 def slower(config: dict, rows: list[dict]) -> float:

@@ -151,7 +151,7 @@ def candidates(N: int, K: int, M: int, sms: int, fp8: bool = False) -> list[dict
         tasks = [True] * (M <= 512 or N * K < 2**25) + [False] * (M > 64 and config["BM"] > 64)
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
     if not found or (256 if fp8 else 63) < M:
-        found.append({"kernel": "dense", "pieces": 1} | ({"fp8": True} if fp8 else {}))
+        found.append({"kernel": "dense"} | ({"fp8": True} if fp8 else {}))
     return found
 
 
