@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from qerl_trl.checkpoint import seal
 from qerl_trl.tasks import evaluation
 from tests.faults.tiny_runs import call
 
@@ -77,3 +78,7 @@ def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenize
     assert served == ["float32"]
     code, _, err = call("eval", tmp_path / "dense", "--data", tmp_path, "--compute", "w4a8")
     assert code == 2 and "--compute w4a8 needs NVFP4 weights, and these are float32" in err
+    # the dense merge of a run with FP8 products
+    monkeypatch.setattr(seal, "recorded_run", lambda folder: {"options": {"compute": "w4a8"}})
+    code, out, err = call("eval", tmp_path / "dense", "--data", tmp_path, "--engine", "vllm")
+    assert code == 0 and "FP8" not in out, err

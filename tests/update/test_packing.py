@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2PreTrainedM
 from trl import GRPOTrainer
 
 from qerl_trl import QeRLRLOOTrainer
+from qerl_trl.nvfp4.linear import compute_of
 from qerl_trl.run.banner import announce
 from qerl_trl.update import attention, packing
 from tests.architectures import dense_model
@@ -308,6 +309,15 @@ def test_rounding_of_autocast_is_not_taken_for_a_leak(make, tmp_path):
     """The bound follows the dtype of the computation, not that of the weights."""
     make_tiny_model("llama", dtype=torch.float32, initializer_range=0.1).save_pretrained(tmp_path / "m")
     assert make(model=tmp_path / "m", base_format="full", peft_config=None, bf16=True)._packing.on
+
+
+def test_rounding_of_fp8_activations_is_not_taken_for_a_leak(make, tmp_path, monkeypatch):
+    """A packed attention that rounds differently by one bfloat16 step moved random W4A8 models beyond the bound."""
+    own = attention.reference
+    monkeypatch.setattr(attention, "reference", lambda *given, **more: own(*given, **more).bfloat16().float())
+    make_tiny_model("qwen2", dtype=torch.float32, initializer_range=0.05).save_pretrained(tmp_path / "m")
+    trainer = make(model=tmp_path / "m", base_format="nvfp4", compute="w4a8")
+    assert trainer._packing.on and compute_of(trainer.model) == "w4a8"
 
 
 def test_longrope_with_long_sequences_is_not_packed(make, tmp_path):

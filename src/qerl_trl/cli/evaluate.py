@@ -41,7 +41,7 @@ def evaluate(
     """Measure accuracy, noise off, with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens) or a task's."""
     from qerl_trl.checkpoint import seal
     from qerl_trl.checkpoint.records import public_name
-    from qerl_trl.publish.load import recorded_settings, require_adapter, require_whole
+    from qerl_trl.publish.load import format_of, recorded_settings, require_adapter, require_whole
     from qerl_trl.tasks import evaluation
 
     folder = Path(model)
@@ -54,7 +54,9 @@ def evaluate(
     said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
     output = _output_file(output, folder, name, limit)
-    compute = compute or (settings.get("options") or {}).get("compute") or "w4a16"
+    if compute is None:  # the run's, which its dense merge cannot take
+        of_run = (settings.get("options") or {}).get("compute") or "w4a16"
+        compute = of_run if of_run == "w4a16" or adapter or format_of(model) == "nvfp4" else "w4a16"
     asked = model, adapter, measured, chosen, seed, compute
     generate, weights = _in_vllm(*asked) if engine == "vllm" else _in_transformers(*asked, batch_size)
     of_task = (measured.verdicts, measured.answer_format) if measured is not None else ()

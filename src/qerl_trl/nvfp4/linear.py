@@ -114,17 +114,18 @@ def decode_into(
 
 
 @contextlib.contextmanager
-def decoded_weights(model: nn.Module) -> Iterator[None]:
+def decoded_weights(model: nn.Module, compute: str | None = None) -> Iterator[None]:
     """Context manager in which every NVFP4 layer decodes its weight and uses cuBLAS, as in a training step of many
-    tokens: kernels for few tokens would take seconds to compile."""
+    tokens: kernels for few tokens would take seconds to compile. `compute`: in this arithmetic, not the layers' own."""
     layers = [layer for layer in model.modules() if isinstance(layer, NVFP4Linear) and layer.implementation == "auto"]
+    own = [layer.compute for layer in layers]
     for layer in layers:
-        layer.implementation = "decode"
+        layer.implementation, layer.compute = "decode", compute or layer.compute
     try:
         yield
     finally:
-        for layer in layers:
-            layer.implementation = "auto"
+        for layer, its in zip(layers, own, strict=True):
+            layer.implementation, layer.compute = "auto", its
 
 
 # --- products in FP8 --------------------------------------------------------------------------------------------------
