@@ -125,7 +125,7 @@ def layouts_fp8(M: int) -> list[dict]:
     found = []
     for BM, P, S, X in FP8:
         little_waste = math.ceil(M / BM) * BM <= WASTE * M
-        if min(M / 4, 128) <= BM and (little_waste or BM < min(2 * max(M, 16), 129)):
+        if min(M / 4, 128) <= BM and (little_waste or min(2 * max(M, 16), 129) > BM):
             found.append({"kernel": "wide" if X else "wgmma", "BM": BM, "P": P, "S": S, "X": X, "fp8": True})
     return found
 
