@@ -56,24 +56,6 @@ def test_bad_values_are_named_with_their_value(field, value):
         make(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"aqn_schedule": "entropy_target"}, ["entropy_target=None"]),
-        ({"aqn_num_stages": 1}, ["num_stages=1", "2"]),
-        ({"aqn_sigma_start": -0.1}, ["sigma_start=-0.1", ">= 0"]),
-        ({"aqn_sigma_end": float("nan")}, ["sigma_end=nan", "finite"]),
-        ({"aqn_entropy_target": 0.5}, ["entropy_target=0.5", "'exponential'"]),
-    ],
-    ids=["no-target", "one-stage", "negative", "nan", "target-without-use"],
-)
-def test_an_impossible_schedule_is_refused_before_a_model_is_loaded(options, words):
-    with pytest.raises(ValueError) as caught:
-        make(**options)
-    assert all(word in str(caught.value) for word in words)
-    make(**options, aqn=False)  # an arm without noise, from the same file
-
-
 @pytest.mark.parametrize(("processes", "accumulated", "pieces"), [(1, 8, 32), (2, 4, 16), (8, 1, 4)])
 def test_a_rollout_has_the_same_updates_on_any_number_of_processes(monkeypatch, processes, accumulated, pieces):
     monkeypatch.setattr(QeRLConfig, "world_size", processes)

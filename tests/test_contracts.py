@@ -13,6 +13,7 @@ from peft.tuners.lora import layer as lora_layer
 from transformers import Trainer
 from transformers.quantizers.base import HfQuantizer
 from trl.generation import vllm_generation
+from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer
@@ -88,6 +89,7 @@ LOGPS = '"sampling_per_token_logps" "old_per_token_logps" "importance_sampling_r
             (cls._generate_single_turn, ["self.state.global_step != self._last_loaded_step"], "syncs")
             for cls in PARENTS
         ),
+        (chunked_logprob.ChunkedLogProbFunction, ["hidden, weight, bias, targets,", "kernel_args"], "candidate_logps"),
         (
             trl.GRPOTrainer._prepare_inputs,
             ["self.args.steps_per_generation * self.num_iterations"],

@@ -368,6 +368,10 @@ class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # vllm_gpu_m
             TRL's default `"sequence_mask"` drops most sequences once the rollout policy is noisy.
         hub_private_repo (`bool`, *optional*, defaults to `True`):
             Pushed repositories are private unless this is set to `False`.
+        score_centering_top_k (`int`, *optional*):
+            Score centering (arXiv 2609.20807): subtract from each token's gradient its expectation under the sampling
+            policy, by vLLM's log-probabilities of this many tokens, 1 to 20. In single turns, with token-level losses.
+            Of weighted gradients, 0 if no weight is cut off; `vllm_importance_sampling_correction=False`: unweighted.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)
@@ -375,6 +379,9 @@ class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # vllm_gpu_m
     learning_rate: float = _field(1e-5, "The initial learning rate for AdamW.")
     vllm_importance_sampling_mode: str = _field(
         "token_truncate", "How TRL corrects for the rollout/trainer mismatch: see `trl.GRPOConfig`."
+    )
+    score_centering_top_k: int | None = _field(
+        None, "Score centering, by vLLM's log-probabilities of this many tokens."
     )
 
 

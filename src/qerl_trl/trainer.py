@@ -21,7 +21,7 @@ methods, the reason, and the hook of TRL or transformers to replace each:
 | `_calculate_rewards` | refuses infinite rewards; raises a rank's error in all ranks | hook on the gathered rewards |
 | `_generate_and_score_completions` | measures the mismatch; saves the last step on failure | `on_rollout_end` |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | no padding, equal prompts once (`packing.py`) | in TRL |
-| `_get_per_token_logps_and_entropies`, `_compute_loss` | no second pass on-policy (`one_pass.py`) | in TRL |
+| the same, `_compute_loss` | no second pass on-policy, score centering (`one_pass.py`) | in TRL |
 | `training_step` | refuses a non-finite loss or gradient | `on_pre_optimizer_step` with the loss |
 | `log` | feeds the signal monitor; adds peak memory and seconds per phase | callback with write access |
 | `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | private, atomic, our card | uploader |
@@ -64,7 +64,7 @@ from .run.publishing import Uploads, warn_of_exports
 from .run.resume import RunRecord, SaveBetweenRollouts, SavingMixin
 from .support.distributed import rewards_of_all
 from .support.phases import Collector, PhaseTimer, as_it_was
-from .update.one_pass import OnePass
+from .update.one_pass import OnePass, ScoreCentering
 from .update.packing import Packing
 
 with environment.naming_vllm():
@@ -91,7 +91,7 @@ def attach(trainer: Any) -> None:
     warn_of_exports(trained, trainer.processing_class)
     trainer._monitor = SignalMonitor(args.zero_advantage_patience)
     trainer._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold, args.compute == "w4a8")
-    trainer._passes = OnePass(trainer)
+    trainer._passes, trainer._centering = OnePass(trainer), ScoreCentering(trainer)
     trainer.reward_funcs = rewards.checked_rewards(trainer.reward_funcs, trainer.reward_func_names, args.reward_timeout)
     if getattr(trainer, "rollout_func", None) is not None:  # GRPO only
         trainer.rollout_func = checked_rollout_func(trainer.rollout_func)
@@ -129,6 +129,7 @@ class QeRLMixin(SavingMixin):
     memory_plan: MemoryPlan | None = None
     #: source of the old log-probabilities
     _passes: OnePass
+    _centering: ScoreCentering  # a term of the loss
     #: whether the run still learns
     _monitor: SignalMonitor
     #: whether the banner was printed
@@ -204,6 +205,8 @@ class QeRLMixin(SavingMixin):
             if self.model.training:
                 self._monitor.scored(self, self._rewards)
             self._passes.scored(output)
+            if self.model.training and self._centering.count:
+                output |= mismatch.top_of_engine(self, self._centering.count, output["completion_ids"])
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -218,12 +221,12 @@ class QeRLMixin(SavingMixin):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         with self._passes.own(inputs) as batch:
-            return super()._compute_loss(model, batch)
+            return self._centering.loss(partial(super()._compute_loss, model), batch)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, *args: Any, **kwargs: Any) -> Any:
         own = super()._get_per_token_logps_and_entropies
         compute = own if self._packing is None else partial(self._packing.logps, own)
-        return self._passes.logps(compute, model, input_ids, *args, **kwargs)
+        return self._passes.logps(partial(self._centering.logps, compute), model, input_ids, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         save_whole_tensors(self.accelerator)

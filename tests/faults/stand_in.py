@@ -120,6 +120,9 @@ class StandIn(Engine):
             self.top_p = parameters.top_p
             generator = self.generator if parameters.seed is None else torch.Generator().manual_seed(parameters.seed)
             tokens, logps = self._complete(ids, parameters.max_tokens, parameters.temperature, generator)
+            if parameters.logprobs:  # as our `SharedLLM`, of more tokens than the sampled one
+                top = torch.stack(self.rows).topk(parameters.logprobs)
+                self.llm.top = [*(self.llm.top if outputs else []), (top.indices, top.values)]
             steps = [{t: SimpleNamespace(logprob=p, rank=1)} for t, p in zip(tokens, logps, strict=True)]
             completion = SimpleNamespace(token_ids=tokens, logprobs=steps)
             outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=[completion]))
@@ -128,7 +131,7 @@ class StandIn(Engine):
     @torch.no_grad()
     def _complete(self, prompt, max_tokens, temperature, generator=None) -> Completion:
         self.sampled = self.draw
-        tokens, logps, past = [], [], None
+        tokens, logps, past, self.rows = [], [], None, []
         ids = torch.tensor([list(prompt)])
         for _ in range(max_tokens):
             output = self.policy(input_ids=ids, past_key_values=past, use_cache=True)
@@ -141,6 +144,7 @@ class StandIn(Engine):
             drawn = torch.multinomial(row.exp(), 1, generator=generator or self.generator)
             token = int(drawn if temperature else row.argmax())
             tokens.append(token)
+            self.rows.append(row)
             logps.append(float(row[token]))
             ids = torch.tensor([[token]])
         return Completion(tokens, logps)

@@ -107,6 +107,8 @@ def test_a_model_without_a_norm_for_the_noise_is_refused(make, tmp_path):
         ({"aqn_schedule": "quadratic"}, ("'quadratic'", "'exponential'")),
         ({"aqn_sigma_start": -1.0}, ("sigma_start=-1.0", "finite sigmas >= 0")),
         ({"aqn_sigma_end": 0.0}, ("sigma_end=0", "Pass a small positive sigma_end")),
+        ({"aqn_sigma_end": float("nan")}, ("sigma_end=nan", "finite")),
+        ({"aqn_num_stages": 1}, ("num_stages=1", "2")),
         ({"aqn_schedule": "entropy_target"}, ("entropy_target=None", "nats per token")),
         ({"aqn_entropy_target": 1.0}, ("entropy_target=1.0", "schedule='entropy_target'")),
     ],
@@ -114,6 +116,8 @@ def test_a_model_without_a_norm_for_the_noise_is_refused(make, tmp_path):
 def test_a_schedule_that_cannot_be_followed_is_refused(tmp_path, options, words):
     with raises(ValueError, *words):
         QeRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
+    if "quadratic" not in options.values():
+        QeRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options, aqn=False)  # an arm of the same file
 
 
 @fault("R3.prompt_longer_than_model")

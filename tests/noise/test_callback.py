@@ -280,23 +280,6 @@ def test_sigma_0_is_the_run_without_the_callback(trainer_for, scope, trainer_cla
     assert set(logged(zero, "aqn/sigma_effective")) == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "scope"), [("exponential", "rollout"), ("exponential", "policy"), ("entropy_target", "policy")]
-)
-def test_resume_continues_bit_for_bit(trainer_for, schedule, scope):
-    options = {"sigma_start": 0.2, "sigma_end": 0.02, "num_stages": 4, "scope": scope}
-    if schedule == "entropy_target":
-        options["entropy_target"] = 4.0
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = trainer_for(AQNCallback(schedule, **options), **saving)
-    whole.train()
-    resumed = trainer_for(AQNCallback(schedule, **options), **saving)
-    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
-    assert history(resumed, "train_loss") == history(whole, "train_loss")
-    assert_same_weights(weights(resumed), weights(whole))
-    assert len(set(logged(whole, "aqn/sigma")[2:])) == 2, "the schedule moved after the checkpoint"
-
-
 def test_entropy_target_follows_the_logged_entropy(trainer_for):
     schedule = {"sigma_start": 0.2, "sigma_end": 0.02, "entropy_target": 4.0, "scope": "policy"}
     trainer = trainer_for(AQNCallback("entropy_target", **schedule))

@@ -147,18 +147,6 @@ def test_state_dict_is_clean_while_active(noisy):
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == identities
 
 
-def test_noise_in_training_acts_only_in_training_mode(noisy):
-    model = make_tiny_model("qwen2", dtype=torch.float32)
-    clean, expected = logits(model), logits(written(model))
-    noise = noisy(model)
-    assert torch.equal(logits(model.train()), clean) and not noise._noise, "not even drawn: an engine may do it"
-    noise.in_training = True
-    assert torch.equal(logits(model), expected)
-    assert torch.equal(logits(model.eval()), clean)
-    noise.in_training = False
-    assert torch.equal(logits(model.train()), clean)
-
-
 def test_two_noises_on_one_norm_are_refused_until_one_is_removed():
     model = make_tiny_model("qwen2")
     noise = NormNoise(find_noisy_norms(model))

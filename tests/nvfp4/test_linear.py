@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import qerl_nvfp4
 from qerl_trl.nvfp4 import linear as linear_module
 from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, linear, set_compute
-from tests.tiny_models import gathered
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -109,17 +108,6 @@ def test_casting_the_module_leaves_the_bytes(cast):
     cast(layer)
     for name, value in before.items():
         assert value.dtype == torch.uint8 and torch.equal(layer.get_parameter(name), value)
-
-
-def test_bytes_gathered_as_floats_are_the_same_bytes():
-    """FSDP 2 casts whole numbers too."""
-    layer = make_layer()
-    x = torch.randn(5, 64, dtype=torch.bfloat16)
-    twin = gathered(layer, torch.bfloat16)
-    assert twin.weight_packed.dtype == torch.bfloat16
-    results = [(*forward_backward(each, x), *each.nvfp4) for each in (twin, layer)]
-    for found, expected in zip(*results, strict=True):
-        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

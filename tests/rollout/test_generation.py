@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
+from trl import GRPOTrainer
 
 from qerl_trl.rollout.generation import agreed
+from qerl_trl.update import one_pass
 from tests.faults.stand_in import StandIn
 from tests.faults.tiny_runs import logged
 from tests.ranks import on_ranks
@@ -83,7 +85,7 @@ class Served(StandIn):
         """As vLLM: completion i of a prompt has its seed + i."""
         seeds = [seed + i for seed in generation_kwargs["seed"].of(len(prompts)) for i in range(n)]
         self.seeds.append(seeds)
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "logprobs": 0}
         rows = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
         outputs = self._llm_generate(rows, [SimpleNamespace(**asked, seed=seed) for seed in seeds])
         completions = [output.outputs[0] for output in outputs]
@@ -126,3 +128,49 @@ def test_processes_of_one_engine_agree_on_their_memory():
 
     one, two = (outcome.answer for outcome in on_ranks(2, work))
     assert one == two == LESS and agreed(ROOM, None) is ROOM
+
+
+CENTERED = {"score_centering_top_k": 20, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_score_centering_in_a_run(engine_trainer, monkeypatch, corrected):
+    """Two rollouts of two updates: the engine's candidates meet their completions and the trainer's logits."""
+    seen, terms, term, loss = [], [], one_pass.centering_term, GRPOTrainer._compute_loss
+
+    def compute_loss(trainer, model, batch):
+        ids, mask = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], 1) for of in ("ids", "mask"))
+        with torch.no_grad():
+            p = model(ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1].log_softmax(-1)
+        q, top, sampled = batch["sampler_top_logps"], batch["sampler_top_ids"], batch["sampling_per_token_logps"]
+        known = top == batch["completion_ids"][..., None]
+        assert known.any() and torch.equal(q[known], sampled[..., None].expand_as(q)[known])
+        seen.append((p.gather(-1, top), q, batch["completion_mask"].bool()))
+        return loss(trainer, model, batch)
+
+    def watched(trained, sampled, weight):
+        p, q, mask = seen[-1]
+        torch.testing.assert_close(trained[mask], p[mask], rtol=1e-4, atol=1e-4)
+        assert torch.equal(sampled, q) and weight.high == (3.0 if corrected else 1.0)
+        terms.append(term(trained, sampled, weight))
+        return terms[-1]
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", compute_loss)
+    monkeypatch.setattr(one_pass, "centering_term", watched)
+    options = {"vllm_importance_sampling_correction": corrected, "padding_free": corrected, "steps_per_generation": 4}
+    options |= {"aqn_schedule": "constant", "aqn_sigma_start": 0.1, "model_init_kwargs": {"dtype": "float32"}}
+    trainer = engine_trainer(**CENTERED | options, max_steps=4)
+    trainer.train()
+    assert len(terms) == 8 and all(0.05 < share < 1 for share in logged(trainer, "score_centering/head_mass"))
+    largest = max(each.abs().max() for each in terms[4:])
+    assert largest < 1e-5 if corrected else largest > 0.01, "a weighted score is centered if no weight is cut off"
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_score_centering_is_averaged_as_the_loss(engine_trainer, monkeypatch, loss_type):
+    """With a term of 1 per token, and TRL's of -1, their means with the advantages cancel."""
+    monkeypatch.setattr(one_pass, "centering_term", lambda trained, *_: torch.ones_like(trained[..., 0]))
+    options = {"loss_type": loss_type, "vllm_importance_sampling_correction": False, "max_completion_length": 9}
+    trainer = engine_trainer(**CENTERED | options, steps_per_generation=2, max_steps=2, aqn=False)
+    trainer.train()
+    assert logged(trainer, "loss") == pytest.approx([0.0, 0.0], abs=1e-6) and any(logged(trainer, "reward_std"))

@@ -24,6 +24,9 @@ def config(**options) -> QeRLConfig:
         ({"compute": "w4a8", "base_format": "bf16"}, "compute='w4a8' with base_format='bf16' .* cannot work"),
         ({"compute": "w4a8", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 cannot work"),
         ({"vllm_engine_kwargs": {"load_format": "auto"}}, "load_format='auto'.*leave it out"),
+        ({"score_centering_top_k": 21}, "score_centering_top_k=21 cannot work"),
+        ({"score_centering_top_k": 9, "use_vllm": False}, "use_vllm=False cannot work with score_centering_top_k"),
+        ({"score_centering_top_k": 9, "loss_type": "vespo"}, "loss_type='vespo' .*'dr_grpo'"),
     ],
     ids=str,
 )
@@ -77,6 +80,8 @@ def test_turns_of_several_processes_with_one_engine_are_refused(option, monkeypa
     args = QeRLConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], use_vllm=True, **option)
     check_given(args, {"tools": [print]})
     monkeypatch.setattr(type(args), "world_size", 2)
+    with pytest.raises(ValueError, match="tools with score_centering_top_k cannot work: it needs single turns"):
+        check_given(config(score_centering_top_k=9), {"tools": [print]})
     with pytest.raises(ValueError, match=f"tools with {next(iter(option))}=.* in 2 processes.*vllm_mode='colocate'"):
         check_given(args, {"tools": [print]})
     check_given(args, {"rollout_func": print})

@@ -1,7 +1,6 @@
 """The update's own log-probabilities as the old ones, compared with those of TRL's extra forward."""
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -156,16 +155,65 @@ def test_evaluation_is_trls(make):
     assert math.isfinite(trainer.evaluate()["eval_loss"])
 
 
-@pytest.mark.parametrize(("low", "high"), [(None, None), (0.5, None), (0.5, 2.0)])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_ratio_by_hand(mode, low, high):
-    trained = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]])
-    sampled = torch.tensor([[-1.5, math.nan, -2.0], [-1.0, -2.0, 5.0]])
-    mask, e = torch.tensor([[1, 1, 1], [1, 1, 0]]), math.e
-    expected = [[e**0.5, 1.0, 1 / e], [1.0, e, 1.0]] if mode.startswith("token") else [[e**-0.5], [e]]
-    least, most = low or 0.0, high or math.inf
-    for row, place in itertools.product(expected, range(len(expected[0]))):
-        bounded = min(max(row[place], least), most)
-        row[place] = bounded if mode.endswith("truncate") or bounded == row[place] else 0.0
-    found = one_pass.importance_ratio(trained, sampled, mask, one_pass.Correction(mode, low, high))
-    torch.testing.assert_close(found, torch.tensor(expected))
+# --- score centering ---
+
+WEIGHTS = [("token_truncate", 1.0, 1.0), ("token_truncate", 0.7, 1.2), ("token_truncate", None, 3.0)]
+WEIGHTS = [one_pass.Correction(*given) for given in (*WEIGHTS, ("token_mask", 0.7, 1.5))]
+
+
+@pytest.fixture
+def policies() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (2, 3, 9) of the trained policy; log-probabilities of the sampling policy, whose order both have."""
+    z, noise = torch.randn(2, 2, 3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, order = (z + 0.5 * noise).log_softmax(-1).sort(descending=True)
+    return z.gather(-1, order).requires_grad_(), q
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+@pytest.mark.parametrize("recorded", [9, 4])
+def test_score_centering_subtracts_the_expected_score(policies, weight, recorded):
+    """All tokens recorded, or four and a tail like the trained policy's: in expectation, the gradient is then zero."""
+    z, q = policies
+    p = z.log_softmax(-1)
+    if recorded < 9:
+        tail = p.detach()[..., recorded:].log_softmax(-1) + q[..., recorded:].logsumexp(-1, keepdim=True)
+        q = torch.cat([q[..., :recorded], tail], -1)
+    mass = q.exp() * one_pass.importance_ratio(p.detach(), q, torch.ones_like(q), weight)
+    term = one_pass.centering_term(p[..., :recorded], q[..., :recorded], weight)
+    (found,), (expected,) = (torch.autograd.grad(x.sum(), z, retain_graph=True) for x in (term, mass * p))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    alpha = mass[..., -1:] / p.detach()[..., -1:].exp() if recorded < 9 else 1.0
+    value = ((mass - alpha * p.detach().exp()) * p)[..., :recorded].sum(-1)
+    torch.testing.assert_close(term, value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+def test_score_centering_at_the_edges(policies, weight):
+    """Equal policies; a token that sampling left out; one without a log-probability."""
+    p, q = policies[0].log_softmax(-1)[..., :4], policies[1].clone()[..., :4]
+    assert one_pass.centering_term(p, p.detach(), weight).abs().max() < 1e-12
+    q[0, 0, 3], q[1, 1, 2] = -math.inf, math.nan
+    term, of_rare = (one_pass.centering_term(p.float(), each.float(), weight) for each in (q, q.clamp(min=-50.0)))
+    torch.testing.assert_close(term, of_rare)
+    assert term.isfinite().all() and term[1, 1] == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("way", ["packed", "padded", "compact"])
+def test_log_probabilities_of_recorded_tokens(make, monkeypatch, family, way):
+    """Values and gradients from all logits; gemma2 has a soft cap. On a GPU, TRL's head takes requested tokens only."""
+    monkeypatch.setattr("trl.trainer.utils._use_triton", lambda device: way == "compact")
+    trainer = make(family, padding_free=way == "packed", temperature=0.7)
+    generator, mask = torch.Generator().manual_seed(1), torch.ones(4, 9, dtype=torch.long)
+    ids, top = torch.randint(2, 258, (4, 9), generator=generator), torch.randint(258, (4, 5, 3), generator=generator)
+    mask[1, 7:] = mask[2, :2] = mask[3, 6:] = 0
+    weights, model, gradients = torch.randn(4, 5, 4, generator=generator) * mask[:, 4:, None], trainer.model, []
+    logits = model(ids, attention_mask=mask).logits[:, 3:-1].float() / 0.7
+    expected = logits.log_softmax(-1).gather(-1, torch.cat([ids[:, 4:, None], top], -1)) * mask[:, 4:, None]
+    found = trainer._packing.logps(trainer._padded_logps, model, ids, mask, 5, top_ids=top)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for values in (found, expected):
+        model.zero_grad()
+        (values * weights).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)

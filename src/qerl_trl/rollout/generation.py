@@ -49,6 +49,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
     """Generation in vLLM for a QeRL trainer: TRL's `VLLMGeneration` with an extra argument `trainer`."""
 
     engine: Engine
+    llm: Any  # in colocate mode: vllm.engine.SharedLLM
     noise_result: ProbeResult | None
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
@@ -64,6 +65,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # until accelerate has placed the model
         # log-probabilities of the latest rollout; TRL's RLOO drops them
         self.sampled_logps: list[list[float | None]] | None = None
+        # ids and log-probabilities, (T, K) each, of the most likely tokens at its positions
+        self.sampled_top: list[tuple[Any, Any]] = []
         # TRL never reads the text, and decoding takes as long as a GPU step; only vLLM's `stop` needs it
         chosen = dict(kwargs.get("generation_kwargs") or {})
         chosen.pop("eos_token_id", None)
@@ -282,7 +285,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
         training, step = self.trainer.model.training, self.trainer.state.global_step
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
-        own = self.generation_kwargs
+        own, self.logprobs = self.generation_kwargs, self.trainer._centering.count if training else 0
+        if self.logprobs and self.mode == "colocate":
+            self.generation_kwargs = own | {"flat_logprobs": True}
         if self.mode == "server" and "seed" not in own:  # checkpoints lack the server's generator
             self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, step, int(training), number))}
         try:
@@ -290,6 +295,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 generated = super().generate(prompts, images, num_generations, profiler)
         finally:
             self.generation_kwargs = own
+        if self.logprobs:
+            self.sampled_top = generated[3] if self.mode == "server" else self.llm.top
         self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
         return generated
 

@@ -23,6 +23,7 @@ from trl.trainer.utils import pad
 from ..config import QeRLConfig
 from ..noise.callback import AQNCallback
 from ..support.trl import OnlineTrainer
+from ..update.one_pass import TOP_IDS, TOP_LOGPS
 
 logger = logging.get_logger(__name__)
 Sampler = Literal["all", "top_p", "some", "reweighed"]
@@ -292,7 +293,7 @@ def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple
 
 def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -> None:
     """Warn before training if this trainer does not correct for noise in the rollout only."""
-    if aqn is None or aqn.scope != "rollout":
+    if aqn is None or aqn.scope != "rollout" or vars(trainer.args).get("score_centering_top_k"):
         return
     if not hasattr(trainer, "vllm_importance_sampling_correction"):
         why = "has no importance sampling correction"
@@ -317,6 +318,14 @@ def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor 
     for line, row in zip(logps, rows, strict=True):
         line[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
     return logps.to(like.device)
+
+
+def top_of_engine(trainer: OnlineTrainer, count: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return vLLM's most likely tokens and their log-probabilities, (B, T, count) each, for completions (B, T)."""
+    ids, logps = (torch.zeros((*like.shape, count), dtype=kind) for kind in (torch.long, torch.float32))
+    for line, (tokens, values) in enumerate(trainer.vllm_generation.sampled_top):
+        ids[line, : len(tokens)], logps[line, : len(tokens)] = torch.as_tensor(tokens), torch.as_tensor(values)
+    return {TOP_IDS: ids.to(like.device), TOP_LOGPS: logps.to(like.device)}
 
 
 @torch.no_grad()

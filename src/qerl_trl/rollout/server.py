@@ -19,6 +19,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import numpy as np
 import requests
 import torch
 from accelerate.utils import broadcast_object_list
@@ -121,11 +122,19 @@ class Client(VLLMClient):
         return {"model_config": {"logprobs_mode": LOGPROBS_MODE}}  # checked by `differences`
 
     def generate(self, prompts: list, features: list | None = None, *args: Any, **kwargs: Any) -> dict:
-        """Generate as TRL does; `seed` in `generation_kwargs` may be a list, one per prompt, or [`Seeds`]."""
+        """Generate as TRL does; `seed` in `generation_kwargs` may be a list, one per prompt, or [`Seeds`]. `logprobs`
+        has only the sampled token, `logprob_token_ids` ids and log-probabilities of the most likely, if asked for."""
         further = dict(kwargs.pop("generation_kwargs", None) or {})
         if isinstance(seeds := further.get("seed"), Seeds):
             further["seed"] = seeds.of(len(prompts)) if features is None else None
-        return super().generate(prompts, features, *args, **kwargs | {"generation_kwargs": further})
+        output: dict[str, Any] = super().generate(prompts, features, *args, **kwargs | {"generation_kwargs": further})
+        if count := kwargs.get("logprobs"):
+            for i, tokens in enumerate(output["completion_ids"]):
+                ids, logps = output["logprob_token_ids"][i], output["logprobs"][i]
+                sampled = [values[row.index(token)] for token, row, values in zip(tokens, ids, logps, strict=True)]
+                top = [row[:count] for row in ids], np.array([values[:count] for values in logps], np.float32)
+                output["logprobs"][i], output["logprob_token_ids"][i] = [[value] for value in sampled], top
+        return output
 
 
 def _content(response: requests.Response) -> dict:

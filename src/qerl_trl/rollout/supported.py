@@ -35,11 +35,15 @@ _TURNS, _LOOPS = ("rollout_func", "tools", "environment_factory"), ("tools", "en
 
 def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) multi-turn rollouts with collective model calls: the number of turns differs per process.
-    Sharded models would hang, and TRL would assign one engine's completions to wrong prompts."""
+    Sharded models would hang, and TRL would mix up one engine's completions. Score centering knows one turn only."""
     turns = list(filter(given.get, _TURNS))
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     together: str | None = None
-    if sharded and not args.use_vllm:
+    why = "the number of turns differs per process. Use use_vllm=True with vllm_mode='colocate' and "
+    why += "vllm_tensor_parallel_size=1, or plain data parallelism"
+    if vars(args).get("score_centering_top_k"):
+        together, why = "score_centering_top_k cannot work", "it needs single turns. Leave it out"
+    elif sharded and not args.use_vllm:
         together = f"use_vllm=False cannot work under {sharded}"
     elif args.use_vllm and args.world_size > 1:  # one engine may answer several processes in one call
         size, turns = args.vllm_tensor_parallel_size, [name for name in turns if name in _LOOPS]
@@ -47,10 +51,7 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
         engine = "vllm_mode='server'" if server else f"vllm_tensor_parallel_size={size}" if size > 1 else None
         together = engine and f"{engine} cannot work in {args.world_size} processes"
     if turns and together:
-        raise ValueError(
-            f"{turns[0]} with {together}: the number of turns differs per process. Use use_vllm=True with "
-            "vllm_mode='colocate' and vllm_tensor_parallel_size=1, or plain data parallelism."
-        )
+        raise ValueError(f"{turns[0]} with {together}: {why}.")
 
 
 def _zero_stage(args: QeRLConfig | QeRLRLOOConfig) -> int:

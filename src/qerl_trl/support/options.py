@@ -1,6 +1,7 @@
 """Combinations of options unsupported by all engines: refused when a configuration is made."""
 
 import logging
+from collections.abc import Container
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def check_generation(args: Any) -> None:
 def check_options(args: Any) -> None:
     """Raise `ValueError` for options that no engine supports together; the message has a supported option."""
     check_generation(args)
+    check_centering(args)
     if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
         raise ValueError(
             f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot "
@@ -52,6 +54,22 @@ def check_options(args: Any) -> None:
             "cannot work: it needs vllm_mode='colocate', and 'nf4' also size 1. Pass these, or base_format='nvfp4'."
         )
     check_engine(args)
+
+
+#: values that score centering (update/one_pass.py) knows: log-probabilities of up to 20 tokens, weights per token
+_CENTERED: dict[str, Container[Any]] = {
+    "score_centering_top_k": range(1, 21), "use_vllm": (True,), "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo"),
+    "importance_sampling_level": ("token",), "vllm_importance_sampling_mode": ("token_truncate", "token_mask"),
+    "top_entropy_quantile": (1.0,), "off_policy_mask_threshold": (None,),
+}  # fmt: skip
+
+
+def check_centering(args: Any) -> None:
+    """Raise `ValueError` for an option that does not work with `score_centering_top_k` (not in RLOO)."""
+    given = vars(args)
+    for name, known in _CENTERED.items() if given.get("score_centering_top_k") is not None else ():
+        if given[name] not in known:
+            raise ValueError(f"{name}={given[name]!r} cannot work with score_centering_top_k. Pass one of {known}.")
 
 
 #: keys of `vllm_engine_kwargs` set by this package, and the setting to use instead

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 
 from . import row
+from .one_pass import TOP_IDS
 
 #: log-probabilities (B, L), entropies (B, L) or None, load-balancing loss or None
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 #: computes a `Result` from lines of `input_ids` and `attention_mask`, (B, W)
-Compute = Callable[[torch.Tensor, torch.Tensor], Result]
+Compute = Callable[..., Result]
 
 
 def order_is_free(of: Any) -> bool:
@@ -273,7 +274,8 @@ class TokenBudget:
         ids = torch.cat([_joined(batch, "ids") for batch in batches])
         if batches[0]["completion_ids"].shape[1] != width or not torch.equal(ids[: len(input_ids)], input_ids):
             return False
-        logps, entropies, _ = compute(ids, torch.cat([_joined(batch, "mask") for batch in batches]))
+        top = {"top_ids": torch.cat([batch[TOP_IDS] for batch in batches])} if TOP_IDS in batches[0] else {}
+        logps, entropies, _ = compute(ids, torch.cat([_joined(batch, "mask") for batch in batches]), **top)
         earlier = len(ids) - len(batches[-1]["prompt_ids"])
         graded = [values for values in (logps, entropies) if values is not None and values.requires_grad]
         leaves = [values[:earlier].detach().requires_grad_() for values in graded]

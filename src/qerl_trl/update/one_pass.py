@@ -7,7 +7,8 @@ vLLM it computes pi_old in a separate forward, for pi_old / mu alone (RLOO: alwa
 its dropout mask differs from the update's anyway. While TRL scores a rollout it gets NaN, counted as a token without
 a log-probability; in the loss, once the update's forward has log pi, the ratio replaces it.
 
-Shapes: B sequences, T tokens of a completion, P processes.
+[`ScoreCentering`] adds a term to the loss.
+Shapes: B sequences, T tokens of a completion, P processes, K recorded tokens per position.
 """
 
 import math
@@ -28,6 +29,10 @@ _LOGGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _RATIO, _OLD, _SAMPLED = "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps"
 #: fields of a micro-batch kept until its rollout is measured
 _MEASURED = ("completion_mask", "tool_mask", _OLD, _SAMPLED, _RATIO)
+#: fields of a batch, (B, T, K): the sampling policy's most likely tokens at each position, and their log-probabilities
+TOP_IDS, TOP_LOGPS = "sampler_top_ids", "sampler_top_logps"
+#: least mass outside of these tokens, as in NeMo-RL; least log-probability: exp(80) is finite in float32
+_LEAST_TAIL, _LEAST = 1e-6, -80.0
 
 
 class Correction(NamedTuple):
@@ -36,6 +41,13 @@ class Correction(NamedTuple):
     mode: str
     low: float | None
     high: float | None
+
+    @classmethod
+    def of(cls, trainer: Any) -> "Correction":
+        if not trainer.vllm_importance_sampling_correction:
+            return cls("token_truncate", 1.0, 1.0)
+        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        return cls(trainer.vllm_importance_sampling_mode, low, high)
 
 
 def importance_ratio(
@@ -146,9 +158,7 @@ class OnePass:
             batch["old_logps"] = (trained * mask).sum(1)
             return
         mask = mask * batch.get("tool_mask", 1)
-        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-        correction = Correction(trainer.vllm_importance_sampling_mode, low, high)
-        batch[_RATIO] = importance_ratio(trained, batch[_SAMPLED], mask, correction)
+        batch[_RATIO] = importance_ratio(trained, batch[_SAMPLED], mask, Correction.of(trainer))
         if len(self._seen) < trainer.args.steps_per_generation:  # not a later iteration over the same rollout
             known = batch | {_OLD: trained}
             self._seen.append({name: known[name] for name in _MEASURED if name in known})
@@ -175,3 +185,76 @@ class OnePass:
         difference, ratio = (values if values.numel() else nothing for values in (difference, ratio))
         stats = torch.stack([difference.mean(), difference.max(), ratio.min(), ratio.mean(), ratio.max()])
         return self._trainer.accelerator.gather(stats[None])
+
+
+def centering_term(trained: torch.Tensor, sampled: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """Compute the sum over the recorded tokens H of sg(q w(p / q) - alpha p) log p, (B, T); see [`ScoreCentering`].
+
+    Args:
+        trained, sampled: log p, with gradient, and log q (B, T, K) of the tokens H; a position with NaN counts as 0.
+        correction: the importance weight w, per token.
+    """
+    known = trained.detach(), sampled.clamp(min=_LEAST)
+    tails = [(1 - logps.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_TAIL).log() for logps in known]
+    p, q = (torch.cat(pair, dim=-1) for pair in zip(known, tails, strict=True))  # the tail as one more token
+    mass = q.exp() * importance_ratio(p, q, torch.ones_like(q), correction)
+    alpha = mass[..., -1:] / p[..., -1:].exp()
+    coefficients = mass[..., :-1] - alpha * p[..., :-1].exp()
+    return (coefficients.nan_to_num(nan=0.0) * trained).sum(-1)
+
+
+class ScoreCentering:
+    """Adds score centering (arXiv 2609.20807) to TRL's loss, if a batch has the sampling policy's top tokens.
+
+    The gradient at a position, expected over tokens drawn from q, has a part E_q[A] E_q[w grad log p] without
+    information on rewards, not 0 if the trained p is not q. The term subtracts E_q[w grad log p] from each token's:
+
+        loss = TRL's loss + A sum_H sg(q w(p / q) - alpha p) log p       per token, with advantage A
+        alpha = rho w(1 / rho),  rho = (1 - sum_H q) / (1 - sum_H p)
+
+    H are the K most likely tokens of q. Outside of H, q is taken for rho p; the sum of p grad log p over all tokens is
+    0, so that part is a term on H. w is TRL's importance weight, cut off or masked per token; without correction 1. In
+    later updates of a rollout p is the current policy; PPO's clipping does not enter the term.
+
+    Source: the paper's Eq. 7 to 14 as in NeMo-RL (`compute_score_centering_term`), torchtitan (`ScoreCenteringLoss`)
+    and verl (`score_centering_correction`).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.count: int = vars(trainer.args).get("score_centering_top_k") or 0  # K; 0: off
+        self._ids: torch.Tensor | None = None  # of a loss, until it has log-probabilities
+        self._trained = torch.empty(0)
+
+    def logps(self, compute: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+        """Stand in for `Packing.logps`, the original `compute`: in a loss, keep the log-probabilities of its tokens."""
+        ids, self._ids = self._ids, None
+        if ids is None:
+            return compute(*args, **kwargs)
+        found, *rest = compute(*args, top_ids=ids, **kwargs)
+        self._trained = found[..., 1:]
+        return found[..., 0], *rest
+
+    def loss(self, compute: Callable[[dict[str, Any]], torch.Tensor], batch: dict[str, Any]) -> torch.Tensor:
+        """Return TRL's loss of a micro-batch (`compute`), with the term added."""
+        if TOP_IDS not in batch:
+            return compute(batch)
+        trainer, sampled, mask = self._trainer, batch[TOP_LOGPS], batch["completion_mask"]
+        self._ids = batch[TOP_IDS]
+        loss = compute(batch)
+        mass = (sampled.exp().sum(-1) * mask).sum() / mask.sum().clamp(min=1.0)
+        trainer._metrics["train"]["score_centering/head_mass"].append(trainer.accelerator.gather(mass).nanmean().item())
+        term = batch["advantages"].view(len(mask), -1) * centering_term(self._trained, sampled, Correction.of(trainer))
+        return loss + self._mean(term, mask, batch)
+
+    def _mean(self, values: torch.Tensor, mask: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the mean of values per token as TRL's loss takes it. Source: TRL 1.16, `GRPOTrainer._compute_loss`."""
+        trainer = self._trainer
+        parts = trainer.accelerator.num_processes * trainer.args.steps_per_generation
+        counts = {
+            "grpo": mask.sum(-1, keepdim=True).clamp(min=1.0) * len(mask),
+            "bnpo": mask.sum().clamp(min=1.0),
+            "dr_grpo": len(mask) * trainer.max_completion_length,
+            "dapo": batch["num_items_in_batch"].clamp(min=1.0) / parts,
+        }
+        return (values * mask / counts[trainer.loss_type]).sum() / trainer.current_gradient_accumulation_steps

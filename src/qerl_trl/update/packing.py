@@ -18,7 +18,9 @@ from typing import Any, cast
 import torch
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from trl.kernels.chunked_logprob import _torch_transform
 
 from ..nvfp4.linear import decoded_weights
 from ..support.phases import evaluation_mode
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 #: tokens of the trial's prompts; prompt index and tokens of each completion, the first as long as any. One prompt
 #: length: with absolute positions, left padding changes TRL's own numbers
 _PROMPT_TOKENS, _TRIED = 14, ((0, 11), (1, 7), (0, 5))
+#: most numbers of the output head's rows that [`candidate_logps`] copies at a time: half a tile of TRL's head
+_GATHERED = 2**26
 
 
 class Packing:
@@ -201,6 +205,7 @@ class Packing:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
+        top_ids: torch.Tensor | None = None,
         **pictures: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
         """Compute TRL's `_get_per_token_logps_and_entropies` on packed rows; `None` if TRL has to compute it."""
@@ -217,7 +222,7 @@ class Packing:
             if together is not None:
                 return together
         return self._packed(
-            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, top_ids
         )
 
     def _packed(
@@ -229,6 +234,7 @@ class Packing:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
+        top_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         found = row.sequences(input_ids, attention_mask, logits_to_keep)
         whole, size = compute_aux_loss, batch_size or len(input_ids)
@@ -255,7 +261,10 @@ class Packing:
                 # TRL's head takes `labels` and shifts them itself; it ignores them if `shift_labels` is given
                 output = model(**inputs, fused_lm_head=True)
             destinations.append(built.destination)
-            logps.append(output.log_probs[0, built.scored])
+            logp = output.log_probs[0, built.scored]
+            if top_ids is not None:
+                logp = candidate_logps(logp, built.scored, top_ids.flatten(0, 1)[built.destination])
+            logps.append(logp)
             if compute_entropy:
                 entropies.append(output.entropy[0, built.measured])
             if whole:
@@ -264,19 +273,26 @@ class Packing:
 
         def padded(parts: list[torch.Tensor]) -> torch.Tensor:
             values = torch.cat(parts)
-            return values.new_zeros(shape[0] * shape[1]).index_copy(0, place, values).view(shape)
+            empty = values.new_zeros(shape[0] * shape[1], *values.shape[1:])
+            return empty.index_copy(0, place, values).view(*shape, *values.shape[1:])
 
         loss = torch.stack(losses).mean() if whole else None
         return padded(logps), padded(entropies) if compute_entropy else None, loss
 
-    def logps(
-        self, padded: Callable[..., tuple], model: nn.Module, input_ids: torch.Tensor, *args: Any, **kw: Any
-    ) -> Any:
-        """Compute without padding if possible, else with TRL's method (`padded`)."""
-        found = self(model, input_ids, *args, **kw)
+    def logps(self, padded: Callable[..., tuple], model: Any, input_ids: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        """Compute without padding if possible, else with TRL's method (`padded`). With `top_ids`, (B, L, K), the
+        log-probabilities are (B, L, 1 + K): of these tokens, too."""
+        found, top_ids = self(model, input_ids, *args, **kw), kw.pop("top_ids", None)
         if found is None:
             self.longest.begin(input_ids.numel(), input_ids.device)
             found = padded(model, input_ids, *args, **kw)
+            if top_ids is not None:
+                logps, last = found[0], input_ids.shape[1] - 1
+                line, place = args[0][:, -logps.shape[1] :].nonzero(as_tuple=True)  # of the mask
+                places = line * last + last - logps.shape[1] + place
+                values = candidate_logps(logps[line, place], places, top_ids[line, place])
+                empty = logps.new_zeros(*logps.shape, values.shape[1])
+                found = empty.index_put((line, place), values), *found[1:]
         return found
 
     def dealt(self, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -285,6 +301,33 @@ class Packing:
         if free:
             made = batches.deal(made, self.trainer.args.gradient_accumulation_steps)
         return self.budget.plan(made, share=not _drops(self.trainer.model), free=free)
+
+
+def candidate_logps(logps: torch.Tensor, places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities `logps` (N,) of labels, by TRL's head, and those of other tokens `ids` (N, K): (N, 1+K).
+
+    From K + 1 rows of the head per position: log p(v) = log p(label) + z(v) - z(label) with logits z. The vocabulary is
+    not read again, in the backward neither: that of log p(label) has the normaliser's gradient. `places`: (N,), of the
+    labels in the model's output.
+    """
+    head: Any = logps.grad_fn  # TRL's autograd function, which has hidden states and the head's settings
+    while type(head).__name__ != "ChunkedLogProbFunctionBackward":
+        head = next(node for node, _ in head.next_functions if node is not None)
+    hidden, weight, bias, labels, *_ = head.saved_tensors
+    if len(hidden) != len(places):  # on a GPU it has only the positions with a label
+        hidden, labels = hidden[places], labels[places]
+
+    def logits(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        rows = nn.functional.embedding(tokens, weight).to(head.compute_dtype)
+        z = torch.bmm(rows, states.to(head.compute_dtype)[..., None])[..., 0]  # rounded as in TRL's head
+        z = z if bias is None else z + bias[tokens].to(z.dtype)
+        return _torch_transform(z.float(), **head.kernel_args)
+
+    tokens = torch.cat([labels[:, None], ids], dim=1)
+    size = max(1, _GATHERED // (tokens.shape[1] * hidden.shape[1]))
+    chunks = zip(hidden.split(size), tokens.split(size), strict=True)
+    z = torch.cat([checkpoint(logits, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
+    return logps[:, None] + z - z[:, :1]
 
 
 def _drops(model: nn.Module, in_training: bool = False) -> bool:

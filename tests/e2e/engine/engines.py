@@ -157,7 +157,8 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
     options |= {"per_device_train_batch_size": 4, "generation_batch_size": 4, "gradient_checkpointing": False}
     state = {"aqn": noise if aqn else None, "model": policy, "state": SimpleNamespace(global_step=0)}
     state |= {"eos_token_ids": [], "rescue": lambda: "resume", "train_dataset": [], "eval_dataset": None}
-    trainer = SimpleNamespace(args=SimpleNamespace(**options), _is_vlm=False, **state)
+    state |= {"_is_vlm": False, "_centering": SimpleNamespace(count=0)}
+    trainer = SimpleNamespace(args=SimpleNamespace(**options), **state)
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     settings |= {"processing_class": None, "gpu_memory_utilization": MEMORY["gpu_memory_utilization"]}
     accelerator = Accelerator(cpu=DEVICE == "cpu")

@@ -51,7 +51,7 @@ def mode(server):
 @pytest.fixture(scope="module")
 def trainer(path, mode, tmp_path_factory):
     """After two steps, without noise."""
-    trainer = trainer_of(tmp_path_factory.mktemp("run"), path, **mode)
+    trainer = trainer_of(tmp_path_factory.mktemp("run"), path, score_centering_top_k=5, **mode)
     trainer.train()
     trainer.model.eval()
     trainer.vllm_generation.sync_noise()
@@ -74,6 +74,7 @@ def gap(trainer) -> float:
 def test_steps_and_updates(trainer, g):
     first, second = logs_of(trainer)
     assert g.probe_result.difference < EXACT and first["sampling/sampling_logp_difference/max"] < 1e-3
+    assert 0.1 < first["score_centering/head_mass"] < 1
     assert second["aqn/sigma_effective"] == pytest.approx(second["aqn/sigma"], rel=0.15)
     assert g.engine._local  # shared memory
     for seed in range(4):

@@ -36,7 +36,8 @@ def check_arm(folder, path, arm: str) -> tuple:
 
     rate = 1e-3 if arm == "full" else 1e-2
     lora = SOME if arm == "bf16" else None
-    trainer = trainer_of(folder, path, base_format=arm, learning_rate=rate, peft_config=lora)
+    options = {"learning_rate": rate, "peft_config": lora, "score_centering_top_k": 5}
+    trainer = trainer_of(folder, path, base_format=arm, **options)
     g, policy = trainer.vllm_generation, trainer.accelerator.unwrap_model(trainer.model)
     layer = engine_model(g.llm).model.layers[0].self_attn.qkv_proj
     methods = {"nvfp4": "NVFP4Method", "nf4": "NF4Method"}
@@ -56,7 +57,7 @@ def check_arm(folder, path, arm: str) -> tuple:
     assert clean["aqn/sigma"] == 0 and clean["sampling/sampling_logp_difference/max"] < 1e-3
     assert noisy["aqn/sigma_effective"] == pytest.approx(noisy["aqn/sigma"], rel=0.15)
     assert noisy["sampling/sampling_logp_difference/max"] > 0.1  # the rollout is noisy, the trainer is not
-    assert all(log["grad_norm"] > 0 for log in (clean, noisy))
+    assert all(log["grad_norm"] > 0 and 0.1 < log["score_centering/head_mass"] < 1 for log in (clean, noisy))
     assert gap(policy, g.llm) > 0.1  # the last update is not in the engine yet, and noise is
     # TRL casts a bitsandbytes model's adapter to bfloat16; in float32 the comparison is exact
     for name, parameter in policy.named_parameters():

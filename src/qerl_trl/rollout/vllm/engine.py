@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 from vllm import LLM, SamplingParams
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.inputs import TokensPrompt
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.model_executor.models import ModelRegistry
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from ...noise.hooks import NoiseDraw
 from ...nvfp4.checkpoints import METHOD
@@ -33,11 +35,17 @@ class SharedLLM(LLM):
 
     def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
         self._group = group
+        #: most likely tokens and their log-probabilities at this process's latest tokens, with `flat_logprobs`
+        self.top: list[tuple[np.ndarray, np.ndarray]] = []
         super().__init__(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         with self._asking():
-            return super().generate(*args, **kwargs)
+            outputs = super().generate(*args, **kwargs)
+        top = [_take(each) for output in outputs for each in output.outputs if isinstance(each.logprobs, FlatLogprobs)]
+        rank, size = (torch.distributed.get_rank(self._group), self._group.size()) if self._group else (0, 1)
+        self.top = top[rank * len(top) // size : (rank + 1) * len(top) // size]
+        return outputs
 
     def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         with self._asking():
@@ -189,6 +197,15 @@ class InProcessEngine(Engine):
 def engine_model(llm: LLM) -> nn.Module:
     """Return vLLM's model in this process."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+
+def _take(completion: CompletionOutput) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most likely tokens and their log-probabilities, (T, K) each; leave TRL the first, sampled one."""
+    flat: Any = completion.logprobs
+    tokens, logps = (np.array(values).reshape(len(flat), -1) for values in (flat.token_ids, flat.logprobs))
+    sampled = zip(tokens[:, 0].tolist(), logps[:, 0].tolist(), strict=True)
+    completion.logprobs = [{token: Logprob(logp, rank=1)} for token, logp in sampled]
+    return tokens[:, 1:], logps[:, 1:]
 
 
 def _parameters(sampling: Sampling, index: int) -> SamplingParams:
