@@ -215,6 +215,63 @@ def end_all(*_: Any) -> None:
     os._exit(1)
 
 
+def words(options: dict[str, Any]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def launched(command: list[str]) -> list[str]:
+    """A user's `accelerate launch ...`, with this Python."""
+    return [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
+
+
+#: share of a GPU for all runs on it
+SHARE = 0.6
+
+
+def share_of_card(parallel: int, place: Path, less: float = 0, gpu: int = 0) -> dict[str, str]:
+    """Environment of one of `parallel` runs on a GPU (shown_card.py), `less` GiB for others; `place`: its folder."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    total = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).total / 2**30
+    gib = total * SHARE / parallel - less
+    return {"CUDA_VISIBLE_DEVICES": str(gpu), "CARD_GIB": f"{gib:.1f}", "PEAK_FILE": str(place / "peak")}
+
+
+class Launcher:
+    """Runs the shipped commands from a checkout, with shown_card.py and `more` as sitecustomize.py."""
+
+    def __init__(self, work: Path, timeout: float, more: str = "") -> None:
+        self.work, self.timeout = work.resolve(), timeout
+        site = self.work / "site"
+        # a checkout lacks the entry point of the vLLM plugin
+        info = site / "qerl_trl-0.1.0.dev0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (site / "sitecustomize.py").write_text(Path(__file__).with_name("shown_card.py").read_text() + more)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qerl-trl\nVersion: 0.1.0.dev0\n")
+        plugin = "[vllm.general_plugins]\nqerl_nvfp4 = qerl_trl.rollout.vllm.plugin:register\n"
+        (info / "entry_points.txt").write_text(plugin)
+        given = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+        self.elsewhere = ":".join(str(path) for path in given if not path.is_relative_to(ROOT))
+        self.path = f"{site}:{ROOT / 'src'}:{ROOT / 'kernels/torch-ext'}:{self.elsewhere}"
+        self.names = dict.fromkeys([sys.prefix, *filter(None, self.elsewhere.split(":"))], "PYTHON")
+        self.names |= {str(self.work): "WORK", str(ROOT): "."}
+
+    def clean(self, text: str) -> str:
+        """Text without local folders."""
+        for path in sorted(self.names, key=len, reverse=True):
+            text = text.replace(path, self.names[path])
+        return text
+
+    def call(
+        self, command: list[str], look: Callable[[str, float], Any] = lambda line, seconds: None, **environment: str
+    ) -> tuple[int, list[str], dict[str, float]]:
+        """`watched` with this path; drops progress bars."""
+        own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(free_ports(1)[0])}
+        code, lines, marks = watched(command, os.environ | ENVIRONMENT | own | environment, self.timeout, look)
+        return code, [self.clean(line) for line in lines if not re.search(r"\d+%\|", line)], marks
+
+
 def said_in(log: Path) -> list[str]:
     lines = log.read_text(errors="replace").splitlines()
     return [line for line in lines if line.strip() and "<frozen importlib" not in line]
