@@ -16,8 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
+import demos  # noqa: E402
 import kernel_tables  # noqa: E402
-import learning  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
 import real_models  # noqa: E402
@@ -128,22 +128,22 @@ def cards() -> str:
 
 
 def embedded() -> str:
-    record = json.loads(learning.ARMS_RESULT.read_text())
+    record = json.loads(demos.ARMS_RESULT.read_text())
     first = record["runs"][0]
     versions = {name: first["versions"][name] for name in ("torch", "trl")}
-    source = measured_by(learning.ARMS_RESULT, first["device"], [record["commit"]], **versions)
+    source = measured_by(demos.ARMS_RESULT, first["device"], [record["commit"]], **versions)
     held_out = f"{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent"
-    return f"{learning.arms_table(record)}\n\n{held_out}; {source}."
+    return f"{demos.arms_table(record)}\n\n{held_out}; {source}."
 
 
 def small_examples() -> str:
-    record, source = json.loads(learning.EXAMPLES_RESULT.read_text()), learning.EXAMPLES_RESULT.relative_to(ROOT)
-    return f"{learning.examples_table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
+    record, source = json.loads(demos.EXAMPLES_RESULT.read_text()), demos.EXAMPLES_RESULT.relative_to(ROOT)
+    return f"{demos.examples_table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
 
 
 def demo() -> str:
     """The README's sentence on the result of the embedded run."""
-    runs = json.loads(learning.DEMO_RESULT.read_text())["runs"]
+    runs = json.loads(demos.DEMO_RESULT.read_text())["runs"]
     before, after = ([100 * run[when]["accuracy"] for run in runs] for when in ("before", "after"))
     device = re.sub(r"\b1 threads\b", "1 thread", runs[0]["device"])
     return (
@@ -156,11 +156,11 @@ def demo() -> str:
 
 def real_model() -> str:
     """The result of `make demo-real`."""
-    if not learning.REAL_RESULT.is_file():
+    if not demos.REAL_RESULT.is_file():
         return "No whole run is recorded yet."
-    record, source = json.loads(learning.REAL_RESULT.read_text()), learning.REAL_RESULT.relative_to(ROOT)
+    record, source = json.loads(demos.REAL_RESULT.read_text()), demos.REAL_RESULT.relative_to(ROOT)
     return (
-        f"{learning.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
+        f"{demos.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
         f"core; one seed; commit {record['commit'][:7]}, [{source.name}]({source}), by `{record['command']}`."
     )
 

@@ -1,14 +1,14 @@
-"""Learning on a CPU: the embedded model, the small examples, and a real model.
+"""Demonstrations on a CPU: the embedded model, the small examples, and a real model.
 
-    python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2   # {bf16, NVFP4} x {noise off, on}, by `qerl-trl arms`
-    python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
-    python benchmarks/learning.py demo --seeds 42 43 44 --compute w4a8
-    python benchmarks/learning.py examples --only grid_game     # rows of the others are kept; minutes each
-    python benchmarks/learning.py real [--record]               # `make demo-real`: a real model learns products
+    python benchmarks/demos.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
+    python benchmarks/demos.py demo --seeds 42 43 44 --compute w4a8
+    python benchmarks/demos.py examples --only grid_game     # rows of the others are kept; minutes each
+    python benchmarks/demos.py real [--record]               # `make demo-real`: a real model learns products
 
 Each writes a file in results/ (`real` with --record). The seed sets adapter, order of problems, sampling and noise.
 `demo` does not retrain a finished run. `--note`: the machine's other load. `real` also evaluates the untrained bf16
-model; its weights come from a package (for the Hub's: `qerl-trl train --config smollm2`).
+model; its weights come from a package (for the Hub's: `qerl-trl train --config smollm2`). The arms of the embedded
+model were recorded from `qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 bf16-no-noise --seeds 0 1 2`.
 """
 
 import argparse
@@ -42,34 +42,7 @@ def started(*words: str, **environment: str) -> None:
 # --- arms of the embedded model -------------------------------------------------------------------
 
 ARMS_RESULT = RESULTS / "embedded_arms.json"
-#: name in the table -> arm of `qerl-trl arms`
-ARMS = {"NVFP4 + AQN": "nvfp4", "NVFP4": "nvfp4-no-noise", "bf16 + AQN": "bf16", "bf16": "bf16-no-noise"}
-ARM_CURVES = {
-    "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma",
-    "kl": "rollout/mismatch_kl",
-}  # fmt: skip
-
-
-def kept(arm: str, folder: Path) -> dict[str, Any]:
-    """results.json of a run, with the log reduced to a few curves."""
-    result = of_run(folder)
-    history = [entry for entry in result.pop("log_history") if "entropy" in entry]
-    result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in ARM_CURVES.items()}
-    for name in ("command", "settings"):  # these contain local paths
-        result.pop(name)
-    return {"arm_name": arm, **result}
-
-
-def arms(args: argparse.Namespace) -> None:
-    environment = {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    seeds, scratch = [str(seed) for seed in args.seeds], ROOT / "runs" / "arms"
-    options = ["--arms", *ARMS.values(), "--seeds", *seeds, "--output_dir", str(scratch), "--jobs", str(args.jobs)]
-    started("-m", "qerl_trl.cli.main", "arms", "embedded", *options, **environment)
-    runs = [kept(name, scratch / f"{arm}-{seed}") for seed in seeds for name, arm in ARMS.items()]
-    head = {"command": common.command(), "commit": (common.commit() or "unknown")[:7]}
-    record = head | {"threads_per_run": args.threads, "runs_at_a_time": args.jobs, "runs": runs}
-    common.save(record, ARMS_RESULT)
-    print(arms_table(record))
+ARMS = ("NVFP4 + AQN", "NVFP4", "bf16 + AQN", "bf16")
 
 
 def arms_table(record: dict[str, Any]) -> str:
@@ -153,7 +126,7 @@ def examples(args: argparse.Namespace) -> None:
         started(f"examples/{name}.py", "--output_dir", str(folder), HF_HUB_OFFLINE="1")
         runs[name] = example_record(of_run(folder), args.note)
     ordered = {name: runs[name] for name in EXAMPLES if name in runs}
-    content = {"command": "python benchmarks/learning.py examples", "runs": ordered}
+    content = {"command": "python benchmarks/demos.py examples", "runs": ordered}
     common.save(content, EXAMPLES_RESULT)
     print(examples_table(content))
 
@@ -232,7 +205,7 @@ def real(args: argparse.Namespace) -> None:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     of = ("task", "steps", "train_seconds", "seed", "decoding", "arm", "device", "versions")
     record = {
-        "command": "make demo-real" if args.compute == "w4a16" else f"learning.py real --compute {args.compute}",
+        "command": "make demo-real" if args.compute == "w4a16" else f"demos.py real --compute {args.compute}",
         "commit": commit, "compute": args.compute,
         "gguf": {"file": gguf.name, "sha256": real_model.sha256(gguf)},
         "seconds": time.monotonic() - begun, "cpu_seconds": usage.ru_utime + usage.ru_stime,
@@ -247,12 +220,9 @@ def real(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="action")
-    for function in (arms, demo, examples, real):
+    for function in (demo, examples, real):
         commands.add_parser(function.__name__).set_defaults(run=function)
     add = {name: command.add_argument for name, command in commands.choices.items()}
-    add["arms"]("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    for name, default, what in (("--jobs", 1, "runs at a time"), ("--threads", 2, "CPU threads per run")):
-        add["arms"](name, type=int, default=default, help=what)
     add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="in addition to make demo's")
     add["examples"]("--only", nargs="+", choices=EXAMPLES, default=EXAMPLES)
     for name in ("demo", "real"):
