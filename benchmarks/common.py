@@ -1,6 +1,5 @@
 """Shared code of the benchmarks: head of a record, processes, rollout servers."""
 
-import ast
 import contextlib
 import gc
 import hashlib
@@ -28,9 +27,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
-#: last line of an error, in the output of any process
-_ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?|\(.*?\) )*(?:ERROR .*\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
-
 # --- the head of a record -------------------------------------------------------------------------
 
 
@@ -257,6 +253,10 @@ class Launcher:
         self.names = dict.fromkeys([sys.prefix, *filter(None, self.elsewhere.split(":"))], "PYTHON")
         self.names |= {str(self.work): "WORK", str(ROOT): "."}
 
+    def limit(self) -> float:
+        """Seconds of the next command."""
+        return self.timeout
+
     def clean(self, text: str) -> str:
         """Text without local folders."""
         for path in sorted(self.names, key=len, reverse=True):
@@ -268,28 +268,8 @@ class Launcher:
     ) -> tuple[int, list[str], dict[str, float]]:
         """`watched` with this path; drops progress bars."""
         own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(free_ports(1)[0])}
-        code, lines, marks = watched(command, os.environ | ENVIRONMENT | own | environment, self.timeout, look)
+        code, lines, marks = watched(command, os.environ | ENVIRONMENT | own | environment, self.limit(), look)
         return code, [self.clean(line) for line in lines if not re.search(r"\d+%\|", line)], marks
-
-
-def said_in(log: Path) -> list[str]:
-    lines = log.read_text(errors="replace").splitlines()
-    return [line for line in lines if line.strip() and "<frozen importlib" not in line]
-
-
-def steps_of(log: Path) -> list[dict[str, float]]:
-    """Steps printed so far by step.py, of all processes."""
-    steps = []
-    for line in log.read_text(errors="replace").splitlines():
-        if line.startswith("step "):
-            with contextlib.suppress(SyntaxError, ValueError):  # incomplete line
-                numbers = ast.literal_eval("{" + line.partition(": {")[2])
-                steps.append({phase: round(seconds, 4) for phase, seconds in numbers.items()})
-    return steps
-
-
-def errors_of(lines: list[str]) -> list[str]:
-    return [line for line in lines if _ERROR.match(line)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -304,16 +284,6 @@ def free_ports(count: int) -> list[int]:
 
 
 # --- rollout servers ------------------------------------------------------------------------------
-
-#: sequences with CUDA graphs in a server; vLLM's default of a thousand starts more slowly
-AT_A_TIME = 64
-
-
-def start_server(spec: Any, gpu: str | None, log: Path, *more: str) -> tuple[subprocess.Popen, str]:
-    """Start the server of `spec` with further options; return process and address."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    command += [*shlex.split(spec.serve_command())[2:], "--max-num-seqs", str(AT_A_TIME), *more]
-    return start(command, gpu, log)
 
 
 def start(command: list[str], gpu: str | None, log: Path, **more: str) -> tuple[subprocess.Popen, str]:
@@ -339,16 +309,3 @@ def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None
                 return
         time.sleep(0.5)
     raise RuntimeError(f"The server did not start:\n{log.read_text()[-4000:]}")
-
-
-def spec_of(model: str, lora: Any, longest: int) -> Any:
-    """EngineSpec of a trainer with this adapter and checkpoint."""
-    import torch
-    from peft import get_peft_model
-
-    from qerl_trl.model.lora import register_nvfp4_lora
-    from qerl_trl.nvfp4.config import from_pretrained
-    from qerl_trl.rollout.spec import EngineSpec
-
-    base = from_pretrained(model, dtype=torch.bfloat16)
-    return EngineSpec.of(get_peft_model(base, register_nvfp4_lora(lora)), max_model_len=longest)

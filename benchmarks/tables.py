@@ -9,7 +9,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import demos  # noqa: E402
+import evidence  # noqa: E402
 import kernel_tables  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
@@ -26,7 +27,9 @@ import speed_tables  # noqa: E402
 from speed_tables import measured_by, table  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
+#: evidence.md moves to docs/source with the first runs
+MORE = (ROOT / "examples/assets/README.md", *(ROOT / "benchmarks").glob("evidence.md"))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), *MORE)
 #: runs of shipped configurations by GPU; their script is in the commits that they name
 ACCEPTANCE = [ROOT / f"benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
 ARMS = ("nvfp4", "nvfp4 without noise", "bf16", "bf16 with noise", "nf4", "full")
@@ -197,32 +200,40 @@ TABLES: dict[str, Callable[[], str]] = {
     "update": speed_tables.update,
     "window": peers_tables.window,
 }
+EVIDENCE = evidence.Evidence()
+TABLES |= EVIDENCE.tables()
 _TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
-def filled(page: Path) -> tuple[str, list[str]]:
+def filled(page: Path, tables: Mapping[str, Callable[[], str]] = TABLES) -> tuple[str, list[str]]:
     """The page with regenerated tables and relative links, and the names of its tables."""
     found: list[str] = []
 
     def write(match: re.Match[str]) -> str:
         found.append(match[2])
-        up, text = os.path.relpath(ROOT, page.parent), TABLES[match[2]]()
+        up, text = os.path.relpath(ROOT, page.parent), tables[match[2]]()
         return match[1] + (text if up == "." else text.replace("](", f"]({up}/")) + "\n" + match[3]
 
     return _TABLE.sub(write, page.read_text()), found
 
 
+def write_all(check: bool) -> None:
+    """Write pages and plots, or only compare them."""
+    seen: list[str] = []
+    made = {ROOT / "docs/source" / name: text for name, text in EVIDENCE.plots().items()}
+    for page in PAGES:
+        made[page], names = filled(page)
+        seen += names
+    for path, text in made.items():
+        if not check:
+            path.write_text(text)
+        elif not path.is_file() or text != path.read_text():
+            sys.exit(f"{path.name} differs from the measurements; run python benchmarks/tables.py")
+    if sorted(seen) != sorted(TABLES):
+        sys.exit(f"Each of {sorted(TABLES)} needs one place between its begin and end comments; found {sorted(seen)}.")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    seen: list[str] = []
-    for page in PAGES:
-        new, names = filled(page)
-        seen += names
-        if not check:
-            page.write_text(new)
-        elif new != page.read_text():
-            sys.exit(f"{page.name} differs from the measurements; run python benchmarks/tables.py")
-    if sorted(seen) != sorted(TABLES):
-        sys.exit(f"Each of {sorted(TABLES)} needs one place between its begin and end comments; found {sorted(seen)}.")
+    write_all(parser.parse_args().check)
