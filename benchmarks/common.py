@@ -54,8 +54,8 @@ def machine(device: str) -> str | None:
     return hashlib.sha256(" ".join(sorted(gpus)).encode()).hexdigest()[:8]
 
 
-def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:
-    """First fields of a record: `command`, `commit`, `device` (and the number), `machine`, `versions`."""
+def head(device: str, said: str | None = None) -> dict[str, Any]:
+    """First fields of a record: `command`, `commit`, `device`, `machine`, `versions`."""
     import torch
 
     from qerl_trl.checkpoint.records import device_name, versions
@@ -63,17 +63,20 @@ def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]
     return {
         "command": command(),
         "commit": commit(said),
-        "device": device_name(torch.device(device)) + (f" x {times}" if times > 1 else ""),
+        "device": device_name(torch.device(device)),
         "machine": machine(device),
         "versions": versions(),
     }
 
 
-def save(record: Any, path: Path | None) -> None:
-    """Write the record atomically; nothing without a path."""
+def save(record: Any, path: Path | None, compact: bool = False) -> None:
+    """Write the record atomically; nothing without a path. `compact`: one line per field."""
     if path is not None:
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial, text = path.with_name(f"{path.name}.{os.getpid()}"), json.dumps(record, indent=1)
+        if compact:
+            lines = [f" {json.dumps(name)}: {json.dumps(record[name], separators=(',', ':'))}" for name in record]
+            text = "{\n" + ",\n".join(lines) + "\n}"
+        partial.write_text(text + "\n")
         partial.replace(path)
 
 

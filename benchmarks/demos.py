@@ -1,23 +1,18 @@
-"""Demonstrations on a CPU: the embedded model, the small examples, and a real model.
+"""Demonstrations on a CPU: the embedded model and a real one.
 
     python benchmarks/demos.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
     python benchmarks/demos.py demo --seeds 42 43 44 --compute w4a8
-    python benchmarks/demos.py examples --only grid_game     # rows of the others are kept; minutes each
     python benchmarks/demos.py real [--record]               # `make demo-real`: a real model learns products
 
 Each writes a file in results/ (`real` with --record). The seed sets adapter, order of problems, sampling and noise.
 `demo` does not retrain a finished run. `--note`: the machine's other load. `real` also evaluates the untrained bf16
-model; its weights come from a package (for the Hub's: `qerl-trl train --config smollm2`). The arms of the embedded
-model were recorded from `qerl-trl arms embedded --arms nvfp4 nvfp4-no-noise bf16 bf16-no-noise --seeds 0 1 2`.
+model; its weights come from a package (for the Hub's: `qerl-trl train --config smollm2`).
 """
 
 import argparse
 import json
-import os
-import platform
 import resource
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -34,40 +29,9 @@ def of_run(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
-def started(*words: str, **environment: str) -> None:
+def started(*words: str) -> None:
     print(f"\n$ python {shlex.join(words)}", flush=True)
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
-
-
-# --- arms of the embedded model -------------------------------------------------------------------
-
-ARMS_RESULT = RESULTS / "embedded_arms.json"
-ARMS = ("NVFP4 + AQN", "NVFP4", "bf16 + AQN", "bf16")
-
-
-def arms_table(record: dict[str, Any]) -> str:
-    """Markdown: one row per arm, held-out greedy accuracy in percent, mean and per seed."""
-    rows = [
-        "| arm | before | after: mean (seeds) | gain, points | entropy, start -> end | training, s |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm in ARMS:
-        runs = sorted((run for run in record["runs"] if run["arm_name"] == arm), key=lambda run: run["seed"])
-        if not runs:
-            continue
-        after = [100 * run["after"]["accuracy"] for run in runs]
-        gain = [100 * run["difference"]["value"] for run in runs]
-        worst = min(run["difference"]["interval95"][0] for run in runs)
-        tenth = max(1, len(runs[0]["curves"]["entropy"]) // 10)
-        start = statistics.mean(statistics.mean(run["curves"]["entropy"][:tenth]) for run in runs)
-        end = statistics.mean(statistics.mean(run["curves"]["entropy"][-tenth:]) for run in runs)
-        rows.append(
-            f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} | "
-            f"{statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) | {statistics.mean(gain):+.1f}, sd "
-            f"{statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % bound {100 * worst:+.1f} | {start:.3f} "
-            f"-> {end:.3f} | {statistics.mean(run['train_seconds'] for run in runs):.0f} |"
-        )
-    return "\n".join(rows)
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
 
 
 # --- the embedded default -------------------------------------------------------------------------
@@ -109,58 +73,6 @@ def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
             found["command"] = "make demo"
     what = "The embedded default" + (f" with {len(runs)} seeds" if len(runs) > 1 else "")
     return {"what": what, "commit": commit, "note": note, "runs": runs}
-
-
-# --- the small examples ---------------------------------------------------------------------------
-
-EXAMPLES_RESULT = RESULTS / "examples_cpu.json"
-EXAMPLES = ("letters", "tool_call", "grid_game")
-KEPT = "task before after difference decoding steps train_seconds seed arm versions command".split()
-SETTINGS = ("learning_rate", "num_generations", "max_completion_length", "aqn_sigma_start")
-
-
-def examples(args: argparse.Namespace) -> None:
-    runs = json.loads(EXAMPLES_RESULT.read_text())["runs"] if EXAMPLES_RESULT.is_file() else {}
-    for name in args.only:
-        folder = ROOT / "runs" / name
-        started(f"examples/{name}.py", "--output_dir", str(folder), HF_HUB_OFFLINE="1")
-        runs[name] = example_record(of_run(folder), args.note)
-    ordered = {name: runs[name] for name in EXAMPLES if name in runs}
-    content = {"command": "python benchmarks/demos.py examples", "runs": ordered}
-    common.save(content, EXAMPLES_RESULT)
-    print(examples_table(content))
-
-
-def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
-    """Record of a run, with the mean reward of the first and last five steps."""
-    rewards = [entry["reward"] for entry in results["log_history"] if "reward" in entry]
-    ends = {"first": rewards[:5], "last": rewards[-5:]}
-    options = results["command"].split()[2:]  # without local paths
-    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    return {
-        **{name: results[name] for name in KEPT},
-        "reward": {name: sum(values) / len(values) for name, values in ends.items()},
-        "settings": {name: results["settings"].get(name) for name in SETTINGS},
-        "command": "python " + " ".join(Path(word).name if "/" in word else word for word in options),
-        "machine": machine + (f"; {note}" if note else ""), "commit": (common.commit() or "unknown")[:7],
-    }  # fmt: skip
-
-
-def examples_table(content: dict[str, Any]) -> str:
-    rows = [
-        "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | "
-        "commit |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, run in content["runs"].items():
-        before, after = (f"{100 * run[when]['accuracy']:.1f} %" for when in ("before", "after"))
-        low, high = (f"{100 * bound:+.1f}" for bound in run["difference"]["interval95"])
-        gain = f"{100 * run['difference']['value']:+.1f} ({low} to {high})"
-        rows.append(
-            f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | "
-            f"{run['train_seconds']:.0f} | {run['machine']} | {run['commit']} |"
-        )
-    return "\n".join(rows)
 
 
 # --- a real model ---------------------------------------------------------------------------------
@@ -220,15 +132,13 @@ def real(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="action")
-    for function in (demo, examples, real):
+    for function in (demo, real):
         commands.add_parser(function.__name__).set_defaults(run=function)
     add = {name: command.add_argument for name, command in commands.choices.items()}
     add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="in addition to make demo's")
-    add["examples"]("--only", nargs="+", choices=EXAMPLES, default=EXAMPLES)
     for name in ("demo", "real"):
         add[name]("--compute", default="w4a16", choices=("w4a16", "w4a8"))
-    for name in ("demo", "examples"):
-        add[name]("--note", default="", help="other load of the machine")
+    add["demo"]("--note", default="", help="other load of the machine")
     add["real"]("--gguf", type=Path, help="Instead of the package's file.")
     add["real"]("--record", action="store_true", help=f"Write {REAL_RESULT.relative_to(ROOT)}.")
     args = parser.parse_args()

@@ -117,17 +117,18 @@ class Protocol:
     def best_rate(self, arm: str, noise: str, records: Records) -> float:
         return max(self.rates, key=lambda rate: self._tuned(arm, noise, rate, records))
 
-    def planned(self, stage: str, records: Records, measured: Mapping[str, Any]) -> list[Planned]:
-        """Runs of a stage. Raises `NotYet`."""
-        given = self.stages[stage]
-        task = given.get("task", next(iter(self.content["tasks"])))
-        task = self.second(measured) if task == "second" else task
-        runs = []
-        for seed in given["seeds"]:
-            for arm in self.arms if given["arms"] == "all" else given["arms"]:
+    def planned(self, stage: str, records: Records, measured: Mapping[str, Any]) -> tuple[list[Planned], list[str]]:
+        """Runs of a stage, and what the missing ones wait for. `measured`: content of candidates.json."""
+        given, task, runs, missing = self.stages[stage], next(iter(self.content["tasks"])), list[Planned](), []
+        for arm in self.arms if given["arms"] == "all" else given["arms"]:
+            try:
+                task = self.second(measured) if given.get("task") == "second" else task
                 every = given["noises"] == "all" and self.noisy(arm)
                 for noise in self.noises if every else [self.best_noise(arm, records)]:
                     rates = self.rates if given["rates"] == "all" else given["rates"]
                     for rate in [self.best_rate(arm, noise, records)] if rates == "best" else rates:
-                        runs.append(Planned(stage, task, arm, noise, rate, seed, "options" in given))
-        return runs
+                        own = "options" in given
+                        runs += [Planned(stage, task, arm, noise, rate, seed, own) for seed in given["seeds"]]
+            except NotYet as reason:
+                missing.append(f"{arm} waits: {reason}")
+        return sorted(runs, key=lambda run: run.seed), missing

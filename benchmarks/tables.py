@@ -130,20 +130,6 @@ def cards() -> str:
     return speed_tables.cards() + (f" Planned only, not trained on a GPU by us: {planned}." if planned else "")
 
 
-def embedded() -> str:
-    record = json.loads(demos.ARMS_RESULT.read_text())
-    first = record["runs"][0]
-    versions = {name: first["versions"][name] for name in ("torch", "trl")}
-    source = measured_by(demos.ARMS_RESULT, first["device"], [record["commit"]], **versions)
-    held_out = f"{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent"
-    return f"{demos.arms_table(record)}\n\n{held_out}; {source}."
-
-
-def small_examples() -> str:
-    record, source = json.loads(demos.EXAMPLES_RESULT.read_text()), demos.EXAMPLES_RESULT.relative_to(ROOT)
-    return f"{demos.examples_table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
-
-
 def demo() -> str:
     """The README's sentence on the result of the embedded run."""
     runs = json.loads(demos.DEMO_RESULT.read_text())["runs"]
@@ -176,7 +162,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards_bf16_first": kernel_tables.cards_bf16_first,
     "demo": demo,
     "demo_real": real_model,
-    "embedded_arms": embedded,
     "every_size": kernel_tables.every_size,
     "every_size_h100": lambda: kernel_tables.layers_of(kernel_tables.LAYERS["h100"]),
     "every_size_w4a8": lambda: kernel_tables.layers_of(kernel_tables.LAYERS["w4a8_h200"]),
@@ -192,7 +177,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": rules.markdown,
     "separation": probe_separation.markdown,
     "real_models": real_models.markdown,
-    "small_examples": small_examples,
     "speed": speed_tables.speed,
     "start": speed_tables.start,
     "step": speed_tables.step,
