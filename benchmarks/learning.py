@@ -136,7 +136,9 @@ def end_orphans(work: Path) -> None:
     import psutil
 
     for process in psutil.process_iter(["cmdline"]):
-        if any(word.startswith(f"{work}/") for word in process.info["cmdline"] or ()):
+        words = process.info["cmdline"] or []
+        ours = any(word.endswith("grpo_gsm8k.py") or word == "qerl_trl.cli.main" for word in words)
+        if ours and any(word.startswith(f"{work}/") for word in words):
             common.end(process.pid)
 
 
