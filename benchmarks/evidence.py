@@ -131,10 +131,10 @@ class Evidence:
     def runs(self) -> str:
         rows = list(self.records.values())
         counts = [f"{stage} {sum(row['stage'] == stage for row in rows)}" for stage in self.protocol.stages]
-        minutes = sum(row["seconds"] * row["gpus"] / row["side_by_side"] for row in rows) / 60
+        taken = [(row["seconds"] + row["eval_seconds"]) * row["gpus"] / row["side_by_side"] for row in rows]
         known = {row["device"] for row in rows}, {(row["commit"] or "unknown")[:7] for row in rows}
         devices, commits = (", ".join(sorted(each)) for each in known)
-        cells = [str(len(rows)), ", ".join(counts), f"{minutes:.0f}", devices, commits]
+        cells = [str(len(rows)), ", ".join(counts), f"{sum(taken) / 60:.0f}", devices, commits]
         heads = ["runs", "by stage", "GPU minutes", "GPU", "commit"]
         return self.table(heads, [cells] if rows else [], "Minutes of runs side by side are shared.")
 

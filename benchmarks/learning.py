@@ -164,6 +164,7 @@ def train(session: Session, run: Planned, gpu: int) -> dict[str, Any]:
         lines, marks = session.done(common.launched(command), gpu, **look, **share)
         (place / "log").write_text("\n".join(lines))
         common.save(marks, ended)
+    began = time.monotonic()
     if options.get("samples"):
         task = session.task(run.task, "sampled_test")
         more["sampled"] = session.sampled(place / "run", task, place / "sampled.json", gpu)
@@ -171,6 +172,7 @@ def train(session: Session, run: Planned, gpu: int) -> dict[str, Any]:
         task, steps = session.task(run.task, "validation"), sorted(int(path.name[11:]) for path in checkpoints(place))
         files = {step: (place / f"run/checkpoint-{step}", task, place / f"{step}.json") for step in steps}
         more["checkpoints"] = [[step, encoded(session.evaluated(*given, gpu))] for step, given in files.items()]
+    more["eval_seconds"] = round(time.monotonic() - began, 1)
     return record_of(session, run, session.clean(shlex.join(command))) | more
 
 
@@ -213,8 +215,8 @@ def next_run(session: Session, records: protocols.Records, taken: set[str]) -> P
     lease = (session.args.lease or session.args.seconds) - (time.monotonic() - session.began)
 
     def able(run: Planned) -> bool:
-        known = [row["seconds"] for row in records.values() if (row["arm"], row["task"]) == (run.arm, run.task)]
-        needed = 1.1 * max(known) if known else session.protocol.content["seconds"]
+        known = [row["seconds"] + row["eval_seconds"] for row in records.values() if row["stage"] == run.stage]
+        needed = 1.1 * max(known) if known else session.protocol.stages[run.stage]["seconds"]
         return run.name not in taken and needed * (0.5 if checkpoints(session.place(run)) else 1) <= lease
 
     runs = []
