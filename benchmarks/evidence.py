@@ -336,7 +336,7 @@ def lines_svg(series: dict[str, list[tuple[float, float]]], x_title: str, y_titl
 def forest_svg(compared: list[tuple[str, dict[str, float], float | None]]) -> str:
     """Differences with their 95 % intervals, in points."""
     most = max(abs(100 * d[side]) for _, d, _ in compared for side in ("low", "high")) or 1.0
-    middle, scale, height = 420, 190 / most, 40 + 22 * len(compared)
+    middle, scale, height = 450, 170 / most, 40 + 22 * len(compared)
     parts = [f'<path d="M{middle} 10V{height - 25}" stroke="#888"/>']
     for i, (title, d, _) in enumerate(compared):
         x, low, high = (middle + scale * 100 * d[side] for side in ("mean", "low", "high"))

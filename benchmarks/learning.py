@@ -121,6 +121,7 @@ class Session(common.Launcher):
         out.parent.mkdir(parents=True, exist_ok=True)
         if not out.is_file():
             words = ["eval", model, "--task", task, "--output", out, "--batch-size", 320, *more]
+            words += ["--max-new-tokens", self.protocol.longest]
             self.done([sys.executable, "-m", "qerl_trl.cli.main", *map(str, words)], gpu)
         return [row[0] for row in json.loads(out.read_text())["verdicts"]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import RESULTS
+from common import RESULTS, ROOT
 
 LEARNING = RESULTS / "learning"
 CANDIDATES = "candidates.json"
@@ -69,6 +69,9 @@ class Protocol:
         self.content: dict[str, Any] = content
         self.arms, self.stages, self.noises = content["arms"], content["stages"], content["noises"]
         self.rates, self.problems = content["rates"], content["problems"]
+
+        recipe = yaml.safe_load((ROOT / content["config"]).read_text()) | content.get("options", {})
+        self.longest = recipe["max_completion_length"]
 
     def noisy(self, arm: str) -> bool:
         return not self.arms[arm]["arm"].endswith("-no-noise")
