@@ -326,6 +326,8 @@ def main() -> None:
     command.set_defaults(run=report)
     command.add_argument("--check", action="store_true", help="Only compare.")
     args = parser.parse_args()
+    if args.run in (select, run) and not (args.cpu or args.model):
+        parser.error("--model is needed, or --cpu.")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, common.end_all)
     args.run(args)
