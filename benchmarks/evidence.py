@@ -254,7 +254,7 @@ class Evidence:
             for arm in self.protocol.arms:
                 curves = [trailing(row["curves"][name]) for row in self.tested(arm).values()]
                 if curves and (length := min(map(len, curves))):
-                    steps = [self.content["completions"] * (i + 1) / length for i in range(length)]
+                    steps = [self.content["completions"] * (i + 5) / (length + 4) for i in range(length)]
                     series[starred(arm)] = [(x, fmean(curve[i] for curve in curves)) for i, x in enumerate(steps)]
             if series:
                 found[f"evidence_{name}.svg"] = lines_svg(series, "completions", title)
@@ -274,8 +274,8 @@ class Evidence:
         return {f"evidence_{function.__name__}": function for function in made}
 
 
-#: curve -> title; with the differences and the race five plots
-PLOTS = {"reward": "reward, five rollouts", "entropy": "entropy, nats", "zero_variance": "prompts without variance"}
+#: curve (mean of five rollouts or updates) -> title; with the differences and the race five plots
+PLOTS = {"reward": "reward", "entropy": "entropy, nats per token", "zero_variance": "prompts without variance"}
 
 
 def starred(arm: str) -> str:
@@ -322,7 +322,12 @@ def lines_svg(series: dict[str, list[tuple[float, float]]], x_title: str, y_titl
     for i in range(5):
         (x, bottom), (left, y) = place(right * i / 4, 0), place(0, top * i / 4)
         parts += [
-            text_svg(x, bottom + 16, f"{right * i / 4:.3g}", 'text-anchor="middle"'),
+            text_svg(
+                x,
+                bottom + 16,
+                f"{right * i / 4:,.0f}" if right > 99 else f"{right * i / 4:.1f}",
+                'text-anchor="middle"',
+            ),
             text_svg(left - 6, y + 4, f"{top * i / 4:.2g}", 'text-anchor="end"'),
             f'<path d="M{left:.1f} {y:.1f}H{WIDTH - 150}" stroke="#ddd"/>',
         ]
