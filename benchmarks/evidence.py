@@ -91,6 +91,9 @@ class Evidence:
         self.protocol, self.records, file = Protocol(protocol), read(folder), folder / CANDIDATES
         self.content, self.task = self.protocol.content, next(iter(self.protocol.content["tasks"]))
         self.candidates: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        asked = {(r["task"], json.dumps([r["model"], r["problems_sha256"]])) for r in self.records.values()}
+        if len(asked) > len({task for task, _ in asked}):
+            raise ValueError(f"{folder}: runs of one task have other problems or models, so they are not comparable.")
 
     def table(self, heads: list[str], rows: list[list[str]], text: str, left: int = 1) -> str:
         model = self.content["model"]

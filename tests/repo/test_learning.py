@@ -27,7 +27,8 @@ def record(run, solved, parts=("validation",), **more):
         "stage": run.stage, "task": run.task, "arm": run.arm, "noise": run.noise, "learning_rate": run.rate,
         "seed": run.seed, "seconds": 300.0, "eval_seconds": 100.0, "side_by_side": 8, "gpus": 2, "commit": "abc",
         "device": "GPU", "attempts": 1, "steps": 40, "command": "c", "curves": curves | {"seconds": [2.0] * 40},
-        "marks": {"ready_s": 60.0}, "problems": dict.fromkeys(parts, 40), "answers": dict.fromkeys(parts, digits),
+        "model": {}, "problems_sha256": {}, "marks": {"ready_s": 60.0},
+        "problems": dict.fromkeys(parts, 40), "answers": dict.fromkeys(parts, digits),
     } | more  # fmt: skip
 
 
@@ -141,4 +142,9 @@ def test_the_report_is_made_from_the_records_alone(tmp_path):
     tables = [text for text in texts.values() if text.startswith("|")]
     assert len(once.plots()) == 5 and len(tables) == 6 and all("4-bit GGUF" in text for text in tables)
     assert "| nvfp4-noise - bf16* (primary) | 2 | +25.0 (+12." in texts["evidence_comparisons"]
+    common.save(
+        json.loads((tmp_path / "race.json").read_text()) | {"problems_sha256": "other"}, tmp_path / "other.json"
+    )
+    with pytest.raises(ValueError, match="not comparable"):
+        evidence.Evidence(folder=tmp_path)
     assert "| bf16* | 25.0 | 100.0 |" in texts["evidence_explored"] and "| bf16* | 1 | 1.3 |" in texts["evidence_race"]
