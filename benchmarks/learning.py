@@ -12,6 +12,8 @@
 A run is `accelerate launch examples/grpo_gsm8k.py`, with a share of a GPU (shown_card.py), and ends as one JSON in
 results/learning/. `run` can be killed at any time: the same command skips runs with a JSON and resumes the others from
 their last checkpoint in --work. After --seconds it ends its runs; none starts that cannot end within --lease seconds.
+Where commands are ended early, start it with `setsid nohup ... &` and take --out with the later commands. BENCH_COMMIT
+names the commit where git is missing.
 """
 
 import argparse
