@@ -315,7 +315,7 @@ def main() -> None:
         command.set_defaults(run=function)
         command.add_argument("protocol", type=Path)
         command.add_argument("--tasks", type=Path, default=ROOT / "runs/tasks", help="Folder of the problem files.")
-        command.add_argument("--model", type=Path, help="Folder of the bf16 model. Default: the embedded model.")
+        command.add_argument("--model", type=Path, help="Folder of the bf16 model; on a CPU the embedded one.")
         command.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "learning", help="Run folders.")
         command.add_argument("--out", type=Path, default=LEARNING, help="Folder of new records.")
         command.add_argument("--stages", nargs="+", help="Default: all, as far as their choices are made.")
