@@ -59,7 +59,7 @@ demo: $(VENV)/.base
 # a real model; it says first how long it takes
 demo-real: export OMP_NUM_THREADS = 1
 demo-real: $(VENV)/.real
-	$(BIN)/python benchmarks/learning.py real
+	$(BIN)/python benchmarks/demos.py real
 
 # two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it; in the order of conftest.py
 test: $(VENV)/.test

@@ -1,6 +1,5 @@
 """Shared code of the benchmarks: head of a record, processes, rollout servers."""
 
-import ast
 import contextlib
 import gc
 import hashlib
@@ -28,9 +27,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
-#: last line of an error, in the output of any process
-_ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?|\(.*?\) )*(?:ERROR .*\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
-
 # --- the head of a record -------------------------------------------------------------------------
 
 
@@ -58,8 +54,8 @@ def machine(device: str) -> str | None:
     return hashlib.sha256(" ".join(sorted(gpus)).encode()).hexdigest()[:8]
 
 
-def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:
-    """First fields of a record: `command`, `commit`, `device` (and the number), `machine`, `versions`."""
+def head(device: str, said: str | None = None) -> dict[str, Any]:
+    """First fields of a record: `command`, `commit`, `device`, `machine`, `versions`."""
     import torch
 
     from qerl_trl.checkpoint.records import device_name, versions
@@ -67,17 +63,20 @@ def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]
     return {
         "command": command(),
         "commit": commit(said),
-        "device": device_name(torch.device(device)) + (f" x {times}" if times > 1 else ""),
+        "device": device_name(torch.device(device)),
         "machine": machine(device),
         "versions": versions(),
     }
 
 
-def save(record: Any, path: Path | None) -> None:
-    """Write the record atomically; nothing without a path."""
+def save(record: Any, path: Path | None, compact: bool = False) -> None:
+    """Write the record atomically; nothing without a path. `compact`: one line per field."""
     if path is not None:
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial, text = path.with_name(f"{path.name}.{os.getpid()}"), json.dumps(record, indent=1)
+        if compact:
+            lines = [f" {json.dumps(name)}: {json.dumps(record[name], separators=(',', ':'))}" for name in record]
+            text = "{\n" + ",\n".join(lines) + "\n}"
+        partial.write_text(text + "\n")
         partial.replace(path)
 
 
@@ -215,24 +214,65 @@ def end_all(*_: Any) -> None:
     os._exit(1)
 
 
-def said_in(log: Path) -> list[str]:
-    lines = log.read_text(errors="replace").splitlines()
-    return [line for line in lines if line.strip() and "<frozen importlib" not in line]
+def words(options: dict[str, Any]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-def steps_of(log: Path) -> list[dict[str, float]]:
-    """Steps printed so far by step.py, of all processes."""
-    steps = []
-    for line in log.read_text(errors="replace").splitlines():
-        if line.startswith("step "):
-            with contextlib.suppress(SyntaxError, ValueError):  # incomplete line
-                numbers = ast.literal_eval("{" + line.partition(": {")[2])
-                steps.append({phase: round(seconds, 4) for phase, seconds in numbers.items()})
-    return steps
+def launched(command: list[str]) -> list[str]:
+    """A user's `accelerate launch ...`, with this Python."""
+    return [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
 
 
-def errors_of(lines: list[str]) -> list[str]:
-    return [line for line in lines if _ERROR.match(line)]
+#: share of a GPU for all runs on it
+SHARE = 0.6
+
+
+def share_of_card(parallel: int, place: Path, less: float = 0, gpu: int = 0) -> dict[str, str]:
+    """Environment of one of `parallel` runs on a GPU (shown_card.py), `less` GiB for others; `place`: its folder."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    total = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).total / 2**30
+    gib = total * SHARE / parallel - less
+    return {"CUDA_VISIBLE_DEVICES": str(gpu), "CARD_GIB": f"{gib:.1f}", "PEAK_FILE": str(place / "peak")}
+
+
+class Launcher:
+    """Runs the shipped commands from a checkout, with shown_card.py and `more` as sitecustomize.py."""
+
+    def __init__(self, work: Path, timeout: float, more: str = "") -> None:
+        self.work, self.timeout = work.resolve(), timeout
+        site = self.work / "site"
+        # a checkout lacks the entry point of the vLLM plugin
+        info = site / "qerl_trl-0.1.0.dev0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (site / "sitecustomize.py").write_text(Path(__file__).with_name("shown_card.py").read_text() + more)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qerl-trl\nVersion: 0.1.0.dev0\n")
+        plugin = "[vllm.general_plugins]\nqerl_nvfp4 = qerl_trl.rollout.vllm.plugin:register\n"
+        (info / "entry_points.txt").write_text(plugin)
+        given = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+        self.elsewhere = ":".join(str(path) for path in given if not path.is_relative_to(ROOT))
+        self.path = f"{site}:{ROOT / 'src'}:{ROOT / 'kernels/torch-ext'}:{self.elsewhere}"
+        self.names = dict.fromkeys([sys.prefix, *filter(None, self.elsewhere.split(":"))], "PYTHON")
+        self.names |= {str(self.work): "WORK", str(ROOT): "."}
+
+    def limit(self) -> float:
+        """Seconds of the next command."""
+        return self.timeout
+
+    def clean(self, text: str) -> str:
+        """Text without local folders."""
+        for path in sorted(self.names, key=len, reverse=True):
+            text = text.replace(path, self.names[path])
+        return text
+
+    def call(
+        self, command: list[str], look: Callable[[str, float], Any] = lambda line, seconds: None, **environment: str
+    ) -> tuple[int, list[str], dict[str, float]]:
+        """`watched` with this path; drops progress bars."""
+        own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(free_ports(1)[0])}
+        code, lines, marks = watched(command, os.environ | ENVIRONMENT | own | environment, self.limit(), look)
+        return code, [self.clean(line) for line in lines if not re.search(r"\d+%\|", line)], marks
 
 
 def free_ports(count: int) -> list[int]:
@@ -247,16 +287,6 @@ def free_ports(count: int) -> list[int]:
 
 
 # --- rollout servers ------------------------------------------------------------------------------
-
-#: sequences with CUDA graphs in a server; vLLM's default of a thousand starts more slowly
-AT_A_TIME = 64
-
-
-def start_server(spec: Any, gpu: str | None, log: Path, *more: str) -> tuple[subprocess.Popen, str]:
-    """Start the server of `spec` with further options; return process and address."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    command += [*shlex.split(spec.serve_command())[2:], "--max-num-seqs", str(AT_A_TIME), *more]
-    return start(command, gpu, log)
 
 
 def start(command: list[str], gpu: str | None, log: Path, **more: str) -> tuple[subprocess.Popen, str]:
@@ -282,16 +312,3 @@ def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None
                 return
         time.sleep(0.5)
     raise RuntimeError(f"The server did not start:\n{log.read_text()[-4000:]}")
-
-
-def spec_of(model: str, lora: Any, longest: int) -> Any:
-    """EngineSpec of a trainer with this adapter and checkpoint."""
-    import torch
-    from peft import get_peft_model
-
-    from qerl_trl.model.lora import register_nvfp4_lora
-    from qerl_trl.nvfp4.config import from_pretrained
-    from qerl_trl.rollout.spec import EngineSpec
-
-    base = from_pretrained(model, dtype=torch.bfloat16)
-    return EngineSpec.of(get_peft_model(base, register_nvfp4_lora(lora)), max_model_len=longest)

@@ -1,267 +1,337 @@
-"""Learning on a CPU: the embedded model, the small examples, and a real model.
+#!/usr/bin/env python3
+"""What a 4-bit base and noise buy: the runs of a protocol by the shipped commands, and the page made of their records.
 
-    python benchmarks/learning.py arms --seeds 0 1 2 --jobs 2   # {bf16, NVFP4} x {noise off, on}, by `qerl-trl arms`
-    python benchmarks/learning.py demo --seeds 43 44            # `make demo` and further seeds; ten minutes
-    python benchmarks/learning.py demo --seeds 42 43 44 --compute w4a8
-    python benchmarks/learning.py examples --only grid_game     # rows of the others are kept; minutes each
-    python benchmarks/learning.py real [--record]               # `make demo-real`: a real model learns products
+    python benchmarks/learning.py tasks benchmarks/protocol.yaml --tasks runs/tasks     # pip install reasoning-gym
+    python benchmarks/learning.py plan benchmarks/protocol.yaml                         # runs left, smallest difference
+    python benchmarks/learning.py select benchmarks/protocol.yaml --tasks runs/tasks --model FOLDER
+    python benchmarks/learning.py run benchmarks/protocol.yaml --tasks runs/tasks --model FOLDER --gpus 0 1 \\
+        --stages noise rates test --seconds 1500 [--lease 1700] [--out DIR]
+    python benchmarks/learning.py run benchmarks/protocol_cpu.yaml --cpu --tasks runs/tasks --out /tmp/learning
+    python benchmarks/learning.py report                                                # tables, plots and page
 
-Each writes a file in results/ (`real` with --record). The seed sets adapter, order of problems, sampling and noise.
-`demo` does not retrain a finished run. `--note`: the machine's other load. `real` also evaluates the untrained bf16
-model; its weights come from a package (for the Hub's: `qerl-trl train --config smollm2`).
+A run is `accelerate launch examples/grpo_gsm8k.py`, with a share of a GPU (shown_card.py), and ends as one JSON in
+results/learning/. `run` can be killed at any time: the same command skips runs with a JSON and resumes the others from
+their last checkpoint in --work. After --seconds it ends its runs; none starts that cannot end within --lease seconds.
+Where commands are ended early, start it with `setsid nohup ... &` and take --out with the later commands. BENCH_COMMIT
+names the commit where git is missing.
 """
 
 import argparse
+import hashlib
 import json
-import os
-import platform
-import resource
+import re
 import shlex
-import statistics
-import subprocess
+import signal
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import common
-from common import RESULTS, ROOT
+import protocol as protocols
+from common import ROOT
+from protocol import CANDIDATES, LEARNING, Planned, Protocol, encoded
 
-sys.path.insert(0, str(ROOT))
-
-
-def of_run(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
-
-
-def started(*words: str, **environment: str) -> None:
-    print(f"\n$ python {shlex.join(words)}", flush=True)
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | environment)
-
-
-# --- arms of the embedded model -------------------------------------------------------------------
-
-ARMS_RESULT = RESULTS / "embedded_arms.json"
-#: name in the table -> arm of `qerl-trl arms`
-ARMS = {"NVFP4 + AQN": "nvfp4", "NVFP4": "nvfp4-no-noise", "bf16 + AQN": "bf16", "bf16": "bf16-no-noise"}
-ARM_CURVES = {
-    "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma",
-    "kl": "rollout/mismatch_kl",
+#: curve -> key of the log; curves of a rollout have one value per rollout, the others one per update
+CURVES = {
+    "reward": "rewards/correctness_reward/mean", "zero_variance": "frac_reward_zero_std",
+    "clipped": "completions/clipped_ratio", "rollout_entropy": "rollout/entropy", "mismatch_kl": "rollout/mismatch_kl",
+    "entropy": "entropy", "sigma": "aqn/sigma", "seconds": "step_time",
 }  # fmt: skip
 
 
-def kept(arm: str, folder: Path) -> dict[str, Any]:
-    """results.json of a run, with the log reduced to a few curves."""
-    result = of_run(folder)
-    history = [entry for entry in result.pop("log_history") if "entropy" in entry]
-    result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in ARM_CURVES.items()}
-    for name in ("command", "settings"):  # these contain local paths
-        result.pop(name)
-    return {"arm_name": arm, **result}
+# --- problems -------------------------------------------------------------------------------------
 
 
-def arms(args: argparse.Namespace) -> None:
-    environment = {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    seeds, scratch = [str(seed) for seed in args.seeds], ROOT / "runs" / "arms"
-    options = ["--arms", *ARMS.values(), "--seeds", *seeds, "--output_dir", str(scratch), "--jobs", str(args.jobs)]
-    started("-m", "qerl_trl.cli.main", "arms", "embedded", *options, **environment)
-    runs = [kept(name, scratch / f"{arm}-{seed}") for seed in seeds for name, arm in ARMS.items()]
-    head = {"command": common.command(), "commit": (common.commit() or "unknown")[:7]}
-    record = head | {"threads_per_run": args.threads, "runs_at_a_time": args.jobs, "runs": runs}
-    common.save(record, ARMS_RESULT)
-    print(arms_table(record))
+def write_task(protocol: Protocol, folder: Path, name: str, settings: dict[str, Any]) -> str:
+    """Write a task's problems (of reasoning-gym, or the folder `source`) and a YAML file per use; returns a message."""
+    from qerl_trl.tasks.data import of_gym, read
+    from qerl_trl.tasks.grading import BOXED_PROMPT
+
+    sizes, drawn, prompt = protocol.problems, protocol.content["samples"], ""
+    splits: Any
+    first, both = sizes["validation"], sizes["validation"] + sizes["test"]
+    if "source" in settings:
+        splits = read(ROOT / settings["source"], as_text=("answer",))
+    else:
+        splits = of_gym(name, train_size=sizes["train"], test_size=both, seed=sizes["seed"], **settings)
+        prompt = f"system_prompt: {json.dumps(BOXED_PROMPT)}\n"
+    rows = {split: [[row["question"], whole(row["answer"])] for row in splits[split]] for split in splits}
+    parts = {"train": rows["train"][: sizes["train"]], "unseen": rows.get("unseen", [])[: sizes["unseen"]]}
+    parts |= {"validation": rows["test"][:first], "test": rows["test"][first:both]}
+    if len(parts["train"]) < sizes["train"] or len(parts["test"]) < sizes["test"]:
+        return f"too few problems: {len(parts['train'])} to train, {len(rows['test'])} held out"
+    parts["held_out"] = [row for part in protocols.PARTS for row in parts[part]]
+    for part in ("validation", "test"):
+        parts[f"sampled_{part}"] = [row for row in parts[part][: drawn["problems"]] for _ in range(drawn["each"])]
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for part in filter(parts.__getitem__, parts):
+        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in parts[part]]
+        (folder / name / f"{part}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        text = f"name: {name}\ndataset_name: {name}\ndataset_test_split: {part}\n{prompt}"
+        (folder / f"{name}.{part}.yaml").write_text(text)
+    return "written"
 
 
-def arms_table(record: dict[str, Any]) -> str:
-    """Markdown: one row per arm, held-out greedy accuracy in percent, mean and per seed."""
-    rows = [
-        "| arm | before | after: mean (seeds) | gain, points | entropy, start -> end | training, s |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm in ARMS:
-        runs = sorted((run for run in record["runs"] if run["arm_name"] == arm), key=lambda run: run["seed"])
-        if not runs:
-            continue
-        after = [100 * run["after"]["accuracy"] for run in runs]
-        gain = [100 * run["difference"]["value"] for run in runs]
-        worst = min(run["difference"]["interval95"][0] for run in runs)
-        tenth = max(1, len(runs[0]["curves"]["entropy"]) // 10)
-        start = statistics.mean(statistics.mean(run["curves"]["entropy"][:tenth]) for run in runs)
-        end = statistics.mean(statistics.mean(run["curves"]["entropy"][-tenth:]) for run in runs)
-        rows.append(
-            f"| {arm} | {100 * statistics.mean(run['before']['accuracy'] for run in runs):.1f} | "
-            f"{statistics.mean(after):.1f} ({', '.join(f'{a:.1f}' for a in after)}) | {statistics.mean(gain):+.1f}, sd "
-            f"{statistics.stdev(gain) if len(gain) > 1 else 0:.1f}, lowest 95 % bound {100 * worst:+.1f} | {start:.3f} "
-            f"-> {end:.3f} | {statistics.mean(run['train_seconds'] for run in runs):.0f} |"
-        )
-    return "\n".join(rows)
+def whole(answer: str) -> str:
+    """A whole number without its decimals: gsm_symbolic writes 12.0."""
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", answer)
 
 
-# --- the embedded default -------------------------------------------------------------------------
-
-DEMO_RESULT = RESULTS / "demo.json"
-DEMO = ROOT / "runs" / "embedded"  # output_dir of examples/configs/embedded.yaml
-CONFIG = "examples/configs/embedded.yaml"
-LAUNCH = (
-    "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "
-    "examples/grpo_gsm8k.py"
-)
+def tasks(args: argparse.Namespace) -> None:
+    protocol = Protocol(args.protocol)
+    for name, settings in (protocol.content["tasks"] | protocol.content["second"]["candidates"]).items():
+        print(name, write_task(protocol, args.tasks, name, settings), flush=True)
 
 
-def curves(history: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    kept = ("step", "reward", "entropy", "aqn/", *names)
-    return [{name: value for name, value in entry.items() if name.startswith(kept)} for entry in history]
+# --- one run --------------------------------------------------------------------------------------
 
 
-def demo(args: argparse.Namespace) -> None:
-    name, more = ("", []) if args.compute == "w4a16" else ("w4a8-", ["--compute", args.compute])
-    folders = [] if more else [DEMO]
-    if not more:
-        subprocess.run(["make", "demo"], cwd=ROOT, check=True)
-    for seed in args.seeds:
-        folders.append(ROOT / "runs" / f"embedded-{name}{seed}")
-        options = ["--config", CONFIG, "--seed", str(seed), "--output_dir", str(folders[-1].relative_to(ROOT)), *more]
-        subprocess.run([*shlex.split(LAUNCH), *options], cwd=ROOT, check=True)
-    out = RESULTS / f"demo{'_w4a8' * bool(more)}.json"
-    common.save(demo_record(folders, (common.commit() or "unknown")[:7], args.note), out)
+class Session(common.Launcher):
+    """One call of `run` or `select`: its folders and deadline."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args.work, args.seconds)
+        self.args, self.protocol, self.began = args, Protocol(args.protocol), time.monotonic()
+        self.model = str(args.model.resolve()) if args.model else str(ROOT / "examples/assets/tiny-qwen2")
+        self.names |= {self.model: self.protocol.content["model"]["name"], f"{args.tasks.resolve()}/": ""}
+
+    def limit(self) -> float:
+        """Seconds left."""
+        return max(1.0, self.args.seconds - (time.monotonic() - self.began))
+
+    def task(self, name: str, part: str) -> Path:
+        return self.args.tasks.resolve() / f"{name}.{part}.yaml"
+
+    def place(self, run: Planned) -> Path:
+        return self.work / run.name
+
+    def done(self, command: list[str], gpu: int, **more: Any) -> tuple[list[str], dict[str, float]]:
+        """Lines and milestones of a command on a GPU; RuntimeError with its last lines if it fails."""
+        shown = {"CUDA_VISIBLE_DEVICES": "" if self.args.cpu else str(gpu)}
+        code, lines, marks = self.call(command, **shown | more)
+        if code:
+            raise RuntimeError("\n".join(lines[-15:]))
+        return lines, marks
+
+    def evaluated(self, model: Path | str, task: Path, out: Path, gpu: int, *more: str) -> list[bool]:
+        """Verdicts of `qerl-trl eval`, once."""
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if not out.is_file():
+            words = ["eval", model, "--task", task, "--output", out, "--batch-size", 320, *more]
+            words += ["--max-new-tokens", self.protocol.longest]
+            self.done([sys.executable, "-m", "qerl_trl.cli.main", *map(str, words)], gpu)
+        return [row[0] for row in json.loads(out.read_text())["verdicts"]]
+
+    def sampled(self, model: Path | str, task: Path, out: Path, gpu: int) -> list[int]:
+        """Correct completions of each problem at temperature 1."""
+        each = self.protocol.content["samples"]["each"]
+        found = self.evaluated(model, task, out, gpu, "--temperature", "1")
+        return [sum(found[i : i + each]) for i in range(0, len(found), each)]
 
 
-def demo_record(folders: list[Path], commit: str, note: str) -> dict[str, Any]:
-    """Record of finished runs."""
-    runs = [of_run(folder) for folder in folders]
-    for folder, found in zip(folders, runs, strict=True):
-        found["settings"]["model"] = found["settings"]["model"].removeprefix(f"{ROOT}/")
-        found["log_history"] = curves(found["log_history"], "seconds/", "rollout/")
-        if folder.name == DEMO.name:
-            found["command"] = "make demo"
-    what = "The embedded default" + (f" with {len(runs)} seeds" if len(runs) > 1 else "")
-    return {"what": what, "commit": commit, "note": note, "runs": runs}
+def end_orphans(work: Path) -> None:
+    """End processes of a killed harness that still write to its folder."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        ours = any(word.endswith("grpo_gsm8k.py") or word == "qerl_trl.cli.main" for word in words)
+        if ours and any(word.startswith(f"{work}/") for word in words):
+            common.end(process.pid)
 
 
-# --- the small examples ---------------------------------------------------------------------------
-
-EXAMPLES_RESULT = RESULTS / "examples_cpu.json"
-EXAMPLES = ("letters", "tool_call", "grid_game")
-KEPT = "task before after difference decoding steps train_seconds seed arm versions command".split()
-SETTINGS = ("learning_rate", "num_generations", "max_completion_length", "aqn_sigma_start")
-
-
-def examples(args: argparse.Namespace) -> None:
-    runs = json.loads(EXAMPLES_RESULT.read_text())["runs"] if EXAMPLES_RESULT.is_file() else {}
-    for name in args.only:
-        folder = ROOT / "runs" / name
-        started(f"examples/{name}.py", "--output_dir", str(folder), HF_HUB_OFFLINE="1")
-        runs[name] = example_record(of_run(folder), args.note)
-    ordered = {name: runs[name] for name in EXAMPLES if name in runs}
-    content = {"command": "python benchmarks/learning.py examples", "runs": ordered}
-    common.save(content, EXAMPLES_RESULT)
-    print(examples_table(content))
+def command_of(session: Session, run: Planned) -> list[str]:
+    """The command as typed by a user."""
+    given = {"model_name_or_path": session.model, "task": session.task(run.task, "held_out")}
+    given |= {"output_dir": session.place(run) / "run"} | session.protocol.options(run)
+    cpu = {"use_vllm": "false"} if session.args.cpu else {}
+    start = ["accelerate", "launch", *["--cpu"] * session.args.cpu, "examples/grpo_gsm8k.py", "--config"]
+    return [*start, session.protocol.content["config"], *common.words(given | cpu)]
 
 
-def example_record(results: dict[str, Any], note: str) -> dict[str, Any]:
-    """Record of a run, with the mean reward of the first and last five steps."""
-    rewards = [entry["reward"] for entry in results["log_history"] if "reward" in entry]
-    ends = {"first": rewards[:5], "last": rewards[-5:]}
-    options = results["command"].split()[2:]  # without local paths
-    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+def train(session: Session, run: Planned, gpu: int) -> dict[str, Any]:
+    """Train, or resume, and return the record."""
+    place, options, command = session.place(run), session.protocol.stages[run.stage], command_of(session, run)
+    place.mkdir(parents=True, exist_ok=True)
+    ended, more = place / "ended.json", dict[str, Any]()
+    if not ended.is_file():
+        clock = place / f"{len(list(place.glob('*.seconds')))}.seconds"  # one file per attempt
+        clock.write_text("0")
+        share = {} if session.args.cpu else common.share_of_card(session.args.parallel, place, gpu=gpu)
+        look = {"look": lambda line, seconds: clock.write_text(str(seconds))}
+        lines, marks = session.done(common.launched(command), gpu, **look, **share)
+        (place / "log").write_text("\n".join(lines))
+        common.save(marks, ended)
+    began = time.monotonic()
+    if options.get("samples"):
+        task = session.task(run.task, "sampled_test")
+        more["sampled"] = session.sampled(place / "run", task, place / "sampled.json", gpu)
+    if options.get("checkpoints"):
+        task, steps = session.task(run.task, "validation"), sorted(int(path.name[11:]) for path in checkpoints(place))
+        files = {step: (place / f"run/checkpoint-{step}", task, place / f"{step}.json") for step in steps}
+        more["checkpoints"] = [[step, encoded(session.evaluated(*given, gpu))] for step, given in files.items()]
+    more["eval_seconds"] = round(time.monotonic() - began, 1)
+    return record_of(session, run, session.clean(shlex.join(command))) | more
+
+
+def checkpoints(place: Path) -> list[Path]:
+    return list(place.glob("run/checkpoint-*"))
+
+
+def record_of(session: Session, run: Planned, command: str) -> dict[str, Any]:
+    """Record of a finished run, from its folder."""
+    place, answers, at, counts = session.place(run), {}, 0, session.protocol.measured(run.stage)
+    results, *held = (json.loads((place / "run" / f"{n}.json").read_text()) for n in ("results", "before", "after"))
+    assert len(held[1]["correct"]) == sum(counts.values()), f"{run.name}: other problems than the protocol's"
+    for part, count in counts.items():
+        cut, at = slice(at, at + count), at + count
+        answers[part] = {when: encoded(h["correct"][cut]) for when, h in zip(("before", "after"), held, strict=True)}
+    attempts = [float(file.read_text() or 0) for file in place.glob("*.seconds")]
+    files = {part: session.args.tasks / run.task / f"{part}.jsonl" for part in ("train", "held_out")}
     return {
-        **{name: results[name] for name in KEPT},
-        "reward": {name: sum(values) / len(values) for name, values in ends.items()},
-        "settings": {name: results["settings"].get(name) for name in SETTINGS},
-        "command": "python " + " ".join(Path(word).name if "/" in word else word for word in options),
-        "machine": machine + (f"; {note}" if note else ""), "commit": (common.commit() or "unknown")[:7],
+        "stage": run.stage, "task": run.task, "arm": run.arm, "noise": run.noise, "learning_rate": run.rate,
+        "seed": run.seed, "model": session.protocol.content["model"], "options": session.protocol.options(run),
+        "command": command, "commit": common.commit(), "device": results["device"], "versions": results["versions"],
+        "base_sha256": results["base"]["sha256"],
+        "problems_sha256": {part: hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()},
+        "steps": results["steps"], "attempts": len(attempts), "seconds": round(sum(attempts), 1),
+        "side_by_side": session.args.parallel * len(session.args.gpus), "gpus": len(session.args.gpus),
+        "marks": json.loads((place / "ended.json").read_text()),
+        "curves": {
+            name: [float(f"{entry[key]:.4g}") for entry in results["log_history"] if entry.get(key) is not None]
+            for name, key in CURVES.items()
+        },
+        "problems": counts, "answers": answers,
     }  # fmt: skip
 
 
-def examples_table(content: dict[str, Any]) -> str:
-    rows = [
-        "| example | held out | solved before | after | difference (95 %, paired) | steps | training, s | machine | "
-        "commit |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, run in content["runs"].items():
-        before, after = (f"{100 * run[when]['accuracy']:.1f} %" for when in ("before", "after"))
-        low, high = (f"{100 * bound:+.1f}" for bound in run["difference"]["interval95"])
-        gain = f"{100 * run['difference']['value']:+.1f} ({low} to {high})"
-        rows.append(
-            f"| `{name}` | {run['after']['total']} | {before} | {after} | {gain} | {run['steps']} | "
-            f"{run['train_seconds']:.0f} | {run['machine']} | {run['commit']} |"
-        )
-    return "\n".join(rows)
+# --- many runs ------------------------------------------------------------------------------------
 
 
-# --- a real model ---------------------------------------------------------------------------------
+def next_run(session: Session, records: protocols.Records, taken: set[str]) -> Planned | None:
+    """The next run that can end within the lease: those with a checkpoint first. `taken`: running or failed."""
+    lease = (session.args.lease or session.args.seconds) - (time.monotonic() - session.began)
 
-REAL_RESULT = RESULTS / "demo_real.json"
-RUN = ROOT / "runs" / "products"  # output_dir of examples/configs/smollm2.yaml
+    def able(run: Planned) -> bool:
+        known = [row["seconds"] + row["eval_seconds"] for row in records.values() if row["stage"] == run.stage]
+        needed = 1.1 * max(known) if known else session.protocol.stages[run.stage]["seconds"]
+        return run.name not in taken and needed * (0.5 if checkpoints(session.place(run)) else 1) <= lease
 
-
-def real_table(record: dict[str, Any]) -> str:
-    """Accuracy untrained (bf16, NVFP4) and trained, and the part of the gain that repairs rounding."""
-    bf16, before, after = (record[name]["accuracy"] for name in ("untrained_bf16", "untrained_nvfp4", "trained_nvfp4"))
-    repair = max(min(after, bf16) - before, 0)
-    shown = {"bf16, untrained": bf16, "NVFP4, untrained": before, f"NVFP4, after {record['run']['steps']} steps": after}
-    rows = [
-        f"| SmolLM2-135M-Instruct, {record['run']['task']} | held out, of {record['trained_nvfp4']['total']} |",
-        "|---|---:|",
-    ]
-    rows += [f"| {name} | {100 * value:.1f} % |" for name, value in shown.items()]
-    return (
-        "\n".join(rows)
-        + f"\n\nOf the gain of {100 * (after - before):.1f} points, {100 * repair:.1f} repair what the rounding to 4 "
-        f"bits lost, and {100 * (after - before - repair):.1f} go beyond the untrained bf16 model."
-    )
+    runs = []
+    for stage in session.args.stages or session.protocol.stages:
+        planned, _ = session.protocol.planned(stage, records, candidates(session.args.out))
+        runs += [run for run in planned if run.name not in records and able(run)]
+    return min(runs, key=lambda run: not checkpoints(session.place(run)), default=None) if session.limit() > 1 else None
 
 
-def real(args: argparse.Namespace) -> None:
-    from examples.assets import real_model
+def run(args: argparse.Namespace) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    session, lock, running, failed = Session(args), threading.Lock(), set[str](), set[str]()
+    end_orphans(session.work)
 
-    from qerl_trl.support.recipes import config_file, contents
+    def worker(gpu: int) -> None:
+        while True:
+            with lock:
+                chosen = next_run(session, protocols.read(LEARNING, args.out), running | failed)
+                if chosen is not None:
+                    running.add(chosen.name)
+                elif not running or session.limit() <= 1:
+                    return
+            if chosen is None:  # a running one may decide what comes next
+                time.sleep(5)
+                continue
+            try:
+                record = train(session, chosen, gpu)
+                common.save(record, args.out / f"{chosen.name}.json", compact=True)
+                shown = f"{protocols.accuracy(record, 'validation'):.3f}, {record['seconds']} s"
+            except Exception as error:  # the other runs continue
+                failed.add(chosen.name)
+                shown = session.clean(str(error))
+            print(f"{chosen.name}: {shown}", flush=True)
+            with lock:
+                running.discard(chosen.name)
 
-    if REAL_RESULT.is_file():
-        known = json.loads(REAL_RESULT.read_text())
-        print(f"This takes about {known['cpu_seconds'] / 60:.0f} minutes of one core ({known['run']['device']}).")
-    begun, commit, gguf = time.monotonic(), common.commit(), args.gguf or real_model.gguf_file()
-    model, untrained = str(real_model.folder_of(gguf)), RUN.with_name("products-bf16.json")
-    untrained.parent.mkdir(exist_ok=True)
-    longest = contents(config_file("smollm2"))["max_completion_length"]
-    task = ("--task", "products", "--max-new-tokens", str(longest))
-    started("-m", "qerl_trl.cli.main", "eval", model, *task, "--output", str(untrained))
-    started("examples/grpo_gsm8k.py", "--config", "smollm2", "--model_name_or_path", model, "--compute", args.compute)
-    run, bf16 = of_run(RUN), json.loads(untrained.read_text())
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    of = ("task", "steps", "train_seconds", "seed", "decoding", "arm", "device", "versions")
-    record = {
-        "command": "make demo-real" if args.compute == "w4a16" else f"learning.py real --compute {args.compute}",
-        "commit": commit, "compute": args.compute,
-        "gguf": {"file": gguf.name, "sha256": real_model.sha256(gguf)},
-        "seconds": time.monotonic() - begun, "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "untrained_bf16": {name: bf16[name] for name in ("correct", "total", "accuracy", "interval95")},
-        "untrained_nvfp4": run["before"], "trained_nvfp4": run["after"],
-        "run": {name: run[name] for name in of} | {"log_history": curves(run["log_history"])},
-    }  # fmt: skip
-    print(f"\n{real_table(record)}")
-    common.save(record, RESULTS / f"demo_real{'_w4a8' * (args.compute == 'w4a8')}.json" if args.record else None)
+    places = [gpu for _ in range(args.parallel) for gpu in args.gpus]
+    with ThreadPoolExecutor(len(places)) as pool:
+        list(pool.map(worker, places))
+    plan(args)
+
+
+def candidates(*folders: Path) -> dict[str, Any]:
+    files = [folder / CANDIDATES for folder in (*folders, LEARNING)]
+    return next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Print the runs that are left by stage, and the smallest visible difference."""
+    import evidence
+
+    protocol, records = Protocol(args.protocol), protocols.read(LEARNING, args.out)
+    for stage in protocol.stages:
+        runs, missing = protocol.planned(stage, records, candidates(args.out))
+        left = [run.name for run in runs if run.name not in records]
+        print(f"{stage}: {len(runs) - len(left)} of {len(runs)} done", *left, *missing, sep="\n    ")
+    print(evidence.Evidence(args.protocol, args.out).visible())
+
+
+def select(args: argparse.Namespace) -> None:
+    """Measure the candidates of the second task with the untrained bf16 model, up to the first that passes."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    session, found, gpu = Session(args), candidates(args.out), args.gpus[0]
+    for name in session.protocol.content["second"]["candidates"]:
+        files = [session.task(name, part) for part in ("validation", "sampled_validation")]
+        if name not in found and files[0].is_file():
+            place, each = session.work / f"select-{name}", session.protocol.content["samples"]["each"]
+            greedy = session.evaluated(session.model, files[0], place / "greedy.json", gpu)
+            counts = session.sampled(session.model, files[1], place / "sampled.json", gpu)
+            found[name] = {
+                "problems": len(greedy), "greedy": fmean(greedy), "greedy_of_sampled": fmean(greedy[: len(counts)]),
+                "pass_1": fmean(counts) / each, "pass_16": fmean(map(bool, counts)), "commit": common.commit(),
+                "model": session.protocol.content["model"]["name"],
+            }  # fmt: skip
+        row = found.setdefault(name, {"problems": 0})  # too few problems
+        common.save(found, args.out / CANDIDATES)
+        print(name, row, flush=True)
+        if session.protocol.passes(row):
+            return
+
+
+def report(args: argparse.Namespace) -> None:
+    import tables
+
+    tables.write_all(args.check)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, dest="action")
-    for function in (arms, demo, examples, real):
-        commands.add_parser(function.__name__).set_defaults(run=function)
-    add = {name: command.add_argument for name, command in commands.choices.items()}
-    add["arms"]("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    for name, default, what in (("--jobs", 1, "runs at a time"), ("--threads", 2, "CPU threads per run")):
-        add["arms"](name, type=int, default=default, help=what)
-    add["demo"]("--seeds", type=int, nargs="*", default=[43, 44], help="in addition to make demo's")
-    add["examples"]("--only", nargs="+", choices=EXAMPLES, default=EXAMPLES)
-    for name in ("demo", "real"):
-        add[name]("--compute", default="w4a16", choices=("w4a16", "w4a8"))
-    for name in ("demo", "examples"):
-        add[name]("--note", default="", help="other load of the machine")
-    add["real"]("--gguf", type=Path, help="Instead of the package's file.")
-    add["real"]("--record", action="store_true", help=f"Write {REAL_RESULT.relative_to(ROOT)}.")
+    commands = parser.add_subparsers(required=True)
+    for function in (tasks, plan, select, run):
+        command = commands.add_parser(function.__name__)
+        command.set_defaults(run=function)
+        command.add_argument("protocol", type=Path)
+        command.add_argument("--tasks", type=Path, default=ROOT / "runs/tasks", help="Folder of the problem files.")
+        command.add_argument("--model", type=Path, help="Folder of the bf16 model; on a CPU the embedded one.")
+        command.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "learning", help="Run folders.")
+        command.add_argument("--out", type=Path, default=LEARNING, help="Folder of new records.")
+        command.add_argument("--stages", nargs="+", help="Default: all, as far as their choices are made.")
+        command.add_argument("--gpus", type=int, nargs="+", default=[0])
+        command.add_argument("--parallel", type=int, default=4, help="Runs at a time on each GPU.")
+        command.add_argument("--seconds", type=float, default=1e6, help="Runs are ended after these.")
+        command.add_argument("--lease", type=float, help="Seconds in which a run must be able to end (--seconds).")
+        command.add_argument("--cpu", action="store_true")
+    command = commands.add_parser("report")
+    command.set_defaults(run=report)
+    command.add_argument("--check", action="store_true", help="Only compare.")
     args = parser.parse_args()
+    if args.run in (select, run) and not (args.cpu or args.model):
+        parser.error("--model is needed, or --cpu.")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, common.end_all)
     args.run(args)
 
 

@@ -36,7 +36,6 @@ import common
 from common import RESULTS, ROOT
 
 sys.path.append(str(ROOT))
-HERE = Path(__file__).resolve().parent
 OUT = RESULTS / "real_models_h200.json"
 #: run -> arm of `qerl-trl arms`
 RUNS = {
@@ -51,8 +50,8 @@ ON_CPU = {
     "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 16,
     "eval_problems": 8, "learning_rate": "1e-2", "use_vllm": "false", "seed": 1,
 }  # fmt: skip
-#: share of the GPU for parallel runs; GiB for a server, and for the server's KV cache
-SHARE, SERVER_GIB, KV_GIB = 0.6, 6, 3
+#: GiB for a server, and for the server's KV cache
+SERVER_GIB, KV_GIB = 6, 3
 CURVES = {
     "reward": "rewards/correctness_reward/mean", "entropy": "entropy", "sigma": "aqn/sigma",
     "mismatch_kl": "rollout/mismatch_kl", "clipped": "completions/clipped_ratio", "share": "aqn/share",
@@ -142,46 +141,15 @@ def reload(file: str, base: str, adapter: str | None = None) -> None:
     print(json.dumps(found))
 
 
-def words(options: dict[str, Any]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-class Bench:
+class Bench(common.Launcher):
     """State shared by the runs: options, path of their processes, record."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.work, self.lock = options, options.work.resolve(), threading.Lock()
-        site = self.work / "site"
-        # a checkout lacks the entry point of the vLLM plugin
-        info = site / "qerl_trl-0.1.0.dev0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (site / "sitecustomize.py").write_text((HERE / "shown_card.py").read_text() + KEEP)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qerl-trl\nVersion: 0.1.0.dev0\n")
-        plugin = "[vllm.general_plugins]\nqerl_nvfp4 = qerl_trl.rollout.vllm.plugin:register\n"
-        (info / "entry_points.txt").write_text(plugin)
-        given = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(":") if path]
-        self.elsewhere = ":".join(str(path) for path in given if not path.is_relative_to(ROOT))
-        self.path = f"{site}:{ROOT / 'src'}:{ROOT / 'kernels/torch-ext'}:{self.elsewhere}"
-        self.names = dict.fromkeys([sys.prefix, *filter(None, self.elsewhere.split(":"))], "PYTHON")
-        self.names |= {str(self.work): "WORK", str(ROOT): "."}
+        super().__init__(options.work, options.timeout, KEEP)
+        self.options, self.lock = options, threading.Lock()
         self.names |= {f"{Path(options.task).parent}/": ""} | {folder: name for name, folder, _ in options.model}
         self.record: dict[str, Any] = {"runs": []}
         self.logs: dict[str, str] = {}
-
-    def clean(self, text: str) -> str:
-        """Text without local folders."""
-        for path in sorted(self.names, key=len, reverse=True):
-            text = text.replace(path, self.names[path])
-        return text
-
-    def call(
-        self, command: list[str], look: Any = lambda line, seconds: None, **environment: str
-    ) -> tuple[int, list[str], dict[str, float]]:
-        """`common.watched` with this path; drops progress bars."""
-        own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(common.free_ports(1)[0])}
-        environment = os.environ | common.ENVIRONMENT | own | environment
-        code, lines, marks = common.watched(command, environment, self.options.timeout, look)
-        return code, [self.clean(line) for line in lines if not re.search(r"\d+%\|", line)], marks
 
     def keep(self, row: dict[str, Any], lines: list[str] | None = None) -> None:
         with self.lock:
@@ -213,17 +181,13 @@ class Run:
         given |= ARMS[RUNS[self.run]] | (ON_CPU if options.cpu else SETTINGS if options.recipe == RECIPE else own)
         start = ["accelerate", "launch", *(["--cpu"] if options.cpu else []), "examples/grpo_gsm8k.py"]
         recipe = "examples/configs/embedded.yaml" if options.cpu else options.recipe
-        return [*start, "--config", recipe, *words(given), *last, *options.extra]
+        return [*start, "--config", recipe, *common.words(given), *last, *options.extra]
 
     def train(self) -> None:
         shown, last, server = {}, [], None
         if not self.bench.options.cpu:
-            import pynvml
-
-            pynvml.nvmlInit()
-            total = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total / 2**30
-            gib = total * SHARE / self.bench.options.parallel - (SERVER_GIB if self.run == "server" else 0)
-            shown = {"CARD_GIB": f"{gib:.1f}", "PEAK_FILE": str(self.place / "peak")}
+            less = SERVER_GIB if self.run == "server" else 0
+            shown = common.share_of_card(self.bench.options.parallel, self.place, less)
         if self.run == "server":
             server, url = self.server()
             last = ["--vllm_mode", "server", "--vllm_server_base_url", url]
@@ -241,8 +205,7 @@ class Run:
             if step := STEP.search(line):
                 steps.setdefault(int(step[1]), seconds)
 
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
-        code, lines, marks = self.bench.call(launcher, look, WARNINGS_FILE=str(kept), **shown)
+        code, lines, marks = self.bench.call(common.launched(command), look, WARNINGS_FILE=str(kept), **shown)
         file, times = self.place / "run/results.json", [steps[step] for step in sorted(steps)]
         results = json.loads(file.read_text()) if file.is_file() else {}
         history = results.get("log_history", [])
@@ -275,12 +238,11 @@ class Run:
         """Start a server for this run with the command printed by a trainer that finds none."""
         url = f"http://127.0.0.1:{common.free_ports(1)[0]}"
         asking = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1"]
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.command("asking", *asking)[2:]]
-        _, lines, _ = self.bench.call(launcher)
+        _, lines, _ = self.bench.call(common.launched(self.command("asking", *asking)))
         printed = next((line for line in lines if line.startswith("vllm serve ")), None)
         if printed is None:
             raise RuntimeError("\n".join(["The trainer printed no `vllm serve` command:", *lines[-25:]]))
-        room = words({"gpu-memory-utilization": 0.02, "kv-cache-memory-bytes": KV_GIB * 2**30})
+        room = common.words({"gpu-memory-utilization": 0.02, "kv-cache-memory-bytes": KV_GIB * 2**30})
         given = [self.model if word == self.name else word for word in shlex.split(printed)[2:]]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *given, *room]
         log, began = self.place / "server.log", time.perf_counter()

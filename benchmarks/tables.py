@@ -9,15 +9,16 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
+import demos  # noqa: E402
+import evidence  # noqa: E402
 import kernel_tables  # noqa: E402
-import learning  # noqa: E402
 import peers_tables  # noqa: E402
 import probe_separation  # noqa: E402
 import real_models  # noqa: E402
@@ -26,7 +27,9 @@ import speed_tables  # noqa: E402
 from speed_tables import measured_by, table  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
+#: evidence.md moves to docs/source with the first runs
+MORE = (ROOT / "examples/assets/README.md", *(ROOT / "benchmarks").glob("evidence.md"))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), *MORE)
 #: runs of shipped configurations by GPU; their script is in the commits that they name
 ACCEPTANCE = [ROOT / f"benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
 ARMS = ("nvfp4", "nvfp4 without noise", "bf16", "bf16 with noise", "nf4", "full")
@@ -127,23 +130,9 @@ def cards() -> str:
     return speed_tables.cards() + (f" Planned only, not trained on a GPU by us: {planned}." if planned else "")
 
 
-def embedded() -> str:
-    record = json.loads(learning.ARMS_RESULT.read_text())
-    first = record["runs"][0]
-    versions = {name: first["versions"][name] for name in ("torch", "trl")}
-    source = measured_by(learning.ARMS_RESULT, first["device"], [record["commit"]], **versions)
-    held_out = f"{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent"
-    return f"{learning.arms_table(record)}\n\n{held_out}; {source}."
-
-
-def small_examples() -> str:
-    record, source = json.loads(learning.EXAMPLES_RESULT.read_text()), learning.EXAMPLES_RESULT.relative_to(ROOT)
-    return f"{learning.examples_table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
-
-
 def demo() -> str:
     """The README's sentence on the result of the embedded run."""
-    runs = json.loads(learning.DEMO_RESULT.read_text())["runs"]
+    runs = json.loads(demos.DEMO_RESULT.read_text())["runs"]
     before, after = ([100 * run[when]["accuracy"] for run in runs] for when in ("before", "after"))
     device = re.sub(r"\b1 threads\b", "1 thread", runs[0]["device"])
     return (
@@ -156,11 +145,11 @@ def demo() -> str:
 
 def real_model() -> str:
     """The result of `make demo-real`."""
-    if not learning.REAL_RESULT.is_file():
+    if not demos.REAL_RESULT.is_file():
         return "No whole run is recorded yet."
-    record, source = json.loads(learning.REAL_RESULT.read_text()), learning.REAL_RESULT.relative_to(ROOT)
+    record, source = json.loads(demos.REAL_RESULT.read_text()), demos.REAL_RESULT.relative_to(ROOT)
     return (
-        f"{learning.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
+        f"{demos.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
         f"core; one seed; commit {record['commit'][:7]}, [{source.name}]({source}), by `{record['command']}`."
     )
 
@@ -173,7 +162,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards_bf16_first": kernel_tables.cards_bf16_first,
     "demo": demo,
     "demo_real": real_model,
-    "embedded_arms": embedded,
     "every_size": kernel_tables.every_size,
     "every_size_h100": lambda: kernel_tables.layers_of(kernel_tables.LAYERS["h100"]),
     "every_size_w4a8": lambda: kernel_tables.layers_of(kernel_tables.LAYERS["w4a8_h200"]),
@@ -189,7 +177,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": rules.markdown,
     "separation": probe_separation.markdown,
     "real_models": real_models.markdown,
-    "small_examples": small_examples,
     "speed": speed_tables.speed,
     "start": speed_tables.start,
     "step": speed_tables.step,
@@ -197,32 +184,40 @@ TABLES: dict[str, Callable[[], str]] = {
     "update": speed_tables.update,
     "window": peers_tables.window,
 }
+EVIDENCE = evidence.Evidence()
+TABLES |= EVIDENCE.tables()
 _TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
-def filled(page: Path) -> tuple[str, list[str]]:
+def filled(page: Path, tables: Mapping[str, Callable[[], str]] = TABLES) -> tuple[str, list[str]]:
     """The page with regenerated tables and relative links, and the names of its tables."""
     found: list[str] = []
 
     def write(match: re.Match[str]) -> str:
         found.append(match[2])
-        up, text = os.path.relpath(ROOT, page.parent), TABLES[match[2]]()
+        up, text = os.path.relpath(ROOT, page.parent), tables[match[2]]()
         return match[1] + (text if up == "." else text.replace("](", f"]({up}/")) + "\n" + match[3]
 
     return _TABLE.sub(write, page.read_text()), found
 
 
+def write_all(check: bool) -> None:
+    """Write pages and plots, or only compare them."""
+    seen: list[str] = []
+    made = {ROOT / "docs/source" / name: text for name, text in EVIDENCE.plots().items()}
+    for page in PAGES:
+        made[page], names = filled(page)
+        seen += names
+    for path, text in made.items():
+        if not check:
+            path.write_text(text)
+        elif not path.is_file() or text != path.read_text():
+            sys.exit(f"{path.name} differs from the measurements; run python benchmarks/tables.py")
+    if sorted(seen) != sorted(TABLES):
+        sys.exit(f"Each of {sorted(TABLES)} needs one place between its begin and end comments; found {sorted(seen)}.")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    seen: list[str] = []
-    for page in PAGES:
-        new, names = filled(page)
-        seen += names
-        if not check:
-            page.write_text(new)
-        elif new != page.read_text():
-            sys.exit(f"{page.name} differs from the measurements; run python benchmarks/tables.py")
-    if sorted(seen) != sorted(TABLES):
-        sys.exit(f"Each of {sorted(TABLES)} needs one place between its begin and end comments; found {sorted(seen)}.")
+    write_all(parser.parse_args().check)

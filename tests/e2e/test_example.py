@@ -54,6 +54,7 @@ def test_says_what_it_does_and_leaves_everything_behind(finished):
     low, high = results["after"]["interval95"]
     assert low <= results["after"]["accuracy"] <= high
     assert results["steps"] == 6
+    assert sum(json.loads((output / "after.json").read_text())["correct"]) == results["after"]["correct"]
     assert (output / "adapter_config.json").is_file()
     sigma = [entry["aqn/sigma"] for entry in results["log_history"] if "aqn/sigma" in entry]
     assert sigma[0] == 0 and sigma[2] == pytest.approx(1e-2)

@@ -19,6 +19,8 @@ FACTS_NAME = "qerl_card.json"
 RESULTS_NAME = "results.json"
 #: file in a run's folder with its measurements before training
 BEFORE_NAME = "before.json"
+#: the verdicts on the same problems after training, in their order
+AFTER_NAME = "after.json"
 #: results of `qerl-trl eval` in a model's folder
 EVALUATIONS = "eval-*.json"
 Kind = Literal["adapter", "merged", "merged_other_base", "nvfp4_base", "nvfp4_merged"]

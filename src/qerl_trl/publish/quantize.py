@@ -53,7 +53,7 @@ _NOT_COPIED = (
     "config.json", headers.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", records.FACTS_NAME,
     # of a training run
     "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json",
-    records.RESULTS_NAME, records.BEFORE_NAME,
+    records.RESULTS_NAME, records.BEFORE_NAME, records.AFTER_NAME,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..checkpoint import seal
 from ..checkpoint.fingerprint import base_revision
-from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, Arm, RunResults, hardware, versions
+from ..checkpoint.records import AFTER_NAME, BEFORE_NAME, RESULTS_NAME, Arm, RunResults, hardware, versions
 from ..checkpoint.settings import dataset_sha256
 from ..publish.hub import HubError
 from ..publish.load import recorded_settings
@@ -159,7 +159,7 @@ class _Run:
                 with told_of_interrupts(lambda: f"The accuracy before training was being measured.{continued}"):
                     self.before = self.measurement.verdicts()
                 if self.trainer.accelerator.is_main_process:
-                    write_before(output_dir, self.before, problems, self.way)
+                    write_verdicts(Path(output_dir, BEFORE_NAME), self.before, problems, self.way)
             before = Accuracy(sum(self.before), len(self.before))
             self.trainer.accelerator.print(f"Held-out accuracy before training, {self.how}: {before}")
 
@@ -197,6 +197,7 @@ class _Run:
         if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained earlier, only evaluated again
             earlier = json.loads((output_dir / RESULTS_NAME).read_text())
             results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
+        write_verdicts(output_dir / AFTER_NAME, verdicts, self.measurement.dataset, self.way)
         seal.write_json_atomically(output_dir / RESULTS_NAME, results)
         saved = "model" if args.base_format == "full" else "adapter"
         print(
@@ -226,11 +227,11 @@ def _publishing(saved: str, output_dir: Path, base: str, base_format: str) -> st
 # --- measurement before training --------------------------
 
 
-def write_before(output_dir: str, verdicts: list[bool], problems: Dataset, way: Mapping[str, Any]) -> None:
-    """Save the verdicts on `problems` before training, and the settings (`way`) of the measurement."""
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
+def write_verdicts(file: Path, verdicts: list[bool], problems: Dataset, way: Mapping[str, Any]) -> None:
+    """Save the verdicts on `problems` before or after training, and the settings (`way`) of the measurement."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     content = {"correct": verdicts, "problems_sha256": dataset_sha256(problems), "measured_by": dict(way)}
-    seal.write_json_atomically(Path(output_dir, BEFORE_NAME), content)
+    seal.write_json_atomically(file, content)
 
 
 def read_before(output_dir: str, problems: Dataset, way: Mapping[str, Any]) -> list[bool] | None:

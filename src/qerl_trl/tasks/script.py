@@ -23,7 +23,7 @@ import torch
 from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config
 
-from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults
+from ..checkpoint.records import AFTER_NAME, BEFORE_NAME, RESULTS_NAME, RunResults
 from ..checkpoint.settings import run_settings
 from ..checks.rewards import check_steps
 from ..config import QeRLConfig
@@ -152,7 +152,7 @@ class Script:
         """See [`run.train_and_measure`]."""
         if self.overwrite:
             with trainer.accelerator.main_process_first():
-                clear(trainer.args.output_dir, run_settings(trainer), (RESULTS_NAME, BEFORE_NAME))
+                clear(trainer.args.output_dir, run_settings(trainer), (RESULTS_NAME, BEFORE_NAME, AFTER_NAME))
         return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
 
 
