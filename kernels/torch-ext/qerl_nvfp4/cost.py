@@ -146,8 +146,9 @@ def candidates(N: int, K: int, M: int, sms: int, fp8: bool = False) -> list[dict
     found = []
     for config in [] if not fits(N, K) else layouts_fp8(M) if fp8 else layouts(N, K, M):
         tiles = math.ceil(N / (64 * config["P"])) * math.ceil(M / config["BM"])
-        # x A^T beside the product, or before it
-        tasks = [True] * (M <= 512 or N * K < 2**25) + [False] * (M > 64 and config["BM"] > 64)
+        # x A^T beside the product, or before it; beside the widest tiles of W4A8 it has too few registers
+        beside_it = (M <= 512 or N * K < 2**25) and not (fp8 and config["BM"] > 208)
+        tasks = [True] * beside_it + [False] * (M > 64 and config["BM"] > 64)
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
     if not found or (256 if fp8 else 63) < M:
         found.append({"kernel": "dense"} | ({"fp8": True} if fp8 else {}))
