@@ -19,16 +19,7 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish.load import load_policy
 from qerl_trl.support.names import is_sharded
 from qerl_trl.update.batches import TokenBudget
-from tests.e2e.sharding import (
-    FSDP,
-    TOKENS,
-    TRAINING,
-    as_accelerators,
-    close,
-    logits,
-    parameters_as_torch_2_11,
-    trained,
-)
+from tests.e2e.sharding import FSDP, TOKENS, TRAINING, as_accelerators, close, logits, parameters_as_torch_2_11, trained
 from tests.faults.tiny_runs import PROMPTS, spread_reward
 from tests.ranks import on_ranks
 

@@ -261,10 +261,7 @@ def double_alpha(folder: Path) -> None:
 EDITS = {
     "nan": (lambda folder: edit(folder / WEIGHTS, poison), "not as the run wrote it"),
     "alpha": (double_alpha, "not as the run wrote it"),
-    "tokens": (
-        lambda folder: (folder / "added_tokens.json").write_text('{"EVIL": 3}'),
-        "added_tokens.json was added",
-    ),
+    "tokens": (lambda folder: (folder / "added_tokens.json").write_text('{"EVIL": 3}'), "added_tokens.json was added"),
 }
 READERS = {
     "merge": lambda folder, out: ("merge", folder, out),
@@ -274,10 +271,7 @@ READERS = {
 
 
 @fault("R7.folder_edited")
-@pytest.mark.parametrize(
-    ("edited", "read"),
-    [*((name, "merge") for name in EDITS), ("alpha", "push"), ("nan", "eval")],
-)
+@pytest.mark.parametrize(("edited", "read"), [*((name, "merge") for name in EDITS), ("alpha", "push"), ("nan", "eval")])
 def test_an_edited_run_folder_is_not_read(edited, read, finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
     change, said = EDITS[edited]

@@ -16,13 +16,7 @@ from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.rollout.engine import batch_invariant
 from qerl_trl.rollout.generation import QeRLVLLMGeneration
-from qerl_trl.rollout.spec import (
-    EngineSpec,
-    adapter_buffers,
-    check_servable,
-    check_vocabulary,
-    rollout_layers,
-)
+from qerl_trl.rollout.spec import EngineSpec, adapter_buffers, check_servable, check_vocabulary, rollout_layers
 from tests.architectures import dense_model
 from tests.tiny_models import make_tiny_model
 

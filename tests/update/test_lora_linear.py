@@ -18,17 +18,7 @@ from qerl_trl.update.compiled_layers import compile_layers
 from qerl_trl.update.fused_lora import LoraGroup
 from qerl_trl.update.lora_linear import FusedGroup, fuse, unfuse
 from tests.tiny_models import FAMILIES, gathered
-from tests.update.models import (
-    REORDERED,
-    adapted,
-    batch,
-    checkpointed,
-    distance,
-    graphs,
-    layers_of,
-    randomize,
-    update,
-)
+from tests.update.models import REORDERED, adapted, batch, checkpointed, distance, graphs, layers_of, randomize, update
 
 BASES = ("packed", "dense")
 TOKENS = batch(20, padded=False)
@@ -98,11 +88,7 @@ def test_compiled_layers_share_one_graph_with_the_same_results(base, autocast):
 
 @pytest.mark.parametrize(
     ("targets", "sizes"),
-    [
-        ("all-linear", [1, 1, 1, 1, 2, 2, 3, 3]),
-        (["q_proj", "v_proj"], [2, 2]),
-        (["k_proj", "up_proj"], [1, 1, 1, 1]),
-    ],
+    [("all-linear", [1, 1, 1, 1, 2, 2, 3, 3]), (["q_proj", "v_proj"], [2, 2]), (["k_proj", "up_proj"], [1, 1, 1, 1])],
 )
 def test_groups_are_layers_with_the_same_input(targets, sizes):
     model = adapted(target_modules=targets)
