@@ -54,16 +54,16 @@ def evaluate(
     said = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     chosen, name, measured, problems = _chosen(folder, task, data, settings, said, limit)
     output = _output_file(output, folder, name, limit)
-    if compute is None:  # the run's, which its dense merge cannot take
-        of_run = (settings.get("options") or {}).get("compute") or "w4a16"
-        compute = of_run if of_run == "w4a16" or adapter or format_of(model) == "nvfp4" else "w4a16"
-    asked = model, adapter, measured, chosen, seed, compute
+    products: str = compute or (settings.get("options") or {}).get("compute") or "w4a16"
+    if compute is None and products != "w4a16" and not adapter and format_of(model) != "nvfp4":
+        products = "w4a16"  # the run's dense merge
+    asked = model, adapter, measured, chosen, seed, products
     generate, weights = _in_vllm(*asked) if engine == "vllm" else _in_transformers(*asked, batch_size)
     of_task = (measured.verdicts, measured.answer_format) if measured is not None else ()
     result = evaluation.evaluate(chosen, generate, limit, seed, problems, *of_task)
     if measured is not None:
         result["task"] = measured.label
-    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name, compute=compute)
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name, compute=products)
     if folder.is_dir():  # a card shows results for exactly these weights
         base_sha256 = settings.get("base_sha256") if adapter else None
         result.update(weights_sha256=seal.weights_sha256(model), base_sha256=base_sha256)
