@@ -194,7 +194,7 @@ def test_updates_measured_on_a_gpu_are_planned(run, case, mode):
 @pytest.mark.parametrize(
     ("name", "longest", "tokens", "keys", "bounds"),
     [
-        ("ours-7b-64x512", {}, 34816, 49152, (1.0, 1.02)),  # 8 prompts, 18 of 28 layers not recomputed
+        ("ours-7b-64x512", {}, 34816, 49152, (0.999, 1.02)),  # 8 prompts, 18 of 28 layers not recomputed
         ("ours-7b-ragged", {"batch": 16, "completion_length": 384}, 6656, 10240, (0.99, 1.01)),
     ],
 )
