@@ -95,3 +95,5 @@ def test_turns_without_an_engine_are_refused_if_weights_are_sharded(monkeypatch)
     check_given(config(), {"rollout_func": print})
     with pytest.raises(ValueError, match="rollout_func with use_vllm=False cannot work under FSDP"):
         check_given(args, {"rollout_func": print})
+    with pytest.raises(ValueError, match="FSDP with score_centering_top_k cannot work"):
+        check_given(config(score_centering_top_k=9), {})

@@ -35,14 +35,15 @@ _TURNS, _LOOPS = ("rollout_func", "tools", "environment_factory"), ("tools", "en
 
 def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) multi-turn rollouts with collective model calls: the number of turns differs per process.
-    Sharded models would hang, and TRL would mix up one engine's completions. Score centering knows one turn only."""
+    Sharded models would hang, and TRL would mix up one engine's completions. Score centering knows neither."""
     turns = list(filter(given.get, _TURNS))
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     together: str | None = None
     why = "the number of turns differs per process. Use use_vllm=True with vllm_mode='colocate' and "
     why += "vllm_tensor_parallel_size=1, or plain data parallelism"
     if vars(args).get("score_centering_top_k"):
-        together, why = "score_centering_top_k cannot work", "it needs single turns. Leave it out"
+        together, why = "score_centering_top_k cannot work", "it needs single turns and a whole model. Leave it out"
+        turns += [sharded] * bool(sharded)  # the head's rows are read after the forward, when a shard is left
     elif sharded and not args.use_vllm:
         together = f"use_vllm=False cannot work under {sharded}"
     elif args.use_vllm and args.world_size > 1:  # one engine may answer several processes in one call

@@ -58,7 +58,7 @@ def check_options(args: Any) -> None:
 
 #: values that score centering (update/one_pass.py) knows: log-probabilities of up to 20 tokens, weights per token
 _CENTERED: dict[str, Container[Any]] = {
-    "score_centering_top_k": range(1, 21), "use_vllm": (True,), "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo"),
+    "score_centering_top_k": tuple(range(1, 21)), "use_vllm": (True,), "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo"),
     "importance_sampling_level": ("token",), "vllm_importance_sampling_mode": ("token_truncate", "token_mask"),
     "top_entropy_quantile": (1.0,), "off_policy_mask_threshold": (None,),
 }  # fmt: skip

@@ -242,9 +242,10 @@ class ScoreCentering:
         trainer, sampled, mask = self._trainer, batch[TOP_LOGPS], batch["completion_mask"]
         self._ids = batch[TOP_IDS]
         loss = compute(batch)
-        mass = (sampled.exp().sum(-1) * mask).sum() / mask.sum().clamp(min=1.0)
+        mass = (sampled.exp().nan_to_num().sum(-1) * mask).sum() / mask.sum().clamp(min=1.0)
         trainer._metrics["train"]["score_centering/head_mass"].append(trainer.accelerator.gather(mass).nanmean().item())
-        term = batch["advantages"].view(len(mask), -1) * centering_term(self._trained, sampled, Correction.of(trainer))
+        trained, self._trained = self._trained, torch.empty(0)
+        term = batch["advantages"].view(len(mask), -1) * centering_term(trained, sampled, Correction.of(trainer))
         return loss + self._mean(term, mask, batch)
 
     def _mean(self, values: torch.Tensor, mask: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
