@@ -1,5 +1,6 @@
 """Statistics, tables and plots of docs/source/evidence.md, from the records of learning.py. tables.py writes them."""
 
+import itertools
 import json
 import math
 import statistics
@@ -63,14 +64,15 @@ def holm(values: list[float]) -> list[float]:
 
 
 def smallest(seeds: int, problems: int, seed_sd: float, discordant: float, power: float) -> float:
-    """About the smallest true difference found with this power; problems add the variance of the discordant ones."""
-    error = math.sqrt(seed_sd**2 / seeds + discordant / (problems * seeds))
+    """About the smallest true difference found with this power. Problems add the variance of the discordant ones, which
+    more seeds do not reduce: the arms may differ on the same ones in each."""
+    error = math.sqrt(seed_sd**2 / seeds + discordant / problems)
     return (t_quantile(0.05, seeds - 1) + t_quantile(2 * (1 - power), seeds - 1)) * error
 
 
 def minutes_to(points: list[tuple[float, float]], target: float) -> float | None:
     """Minutes to the first of (minutes, accuracy), in order, that reaches the target, as the next one does too."""
-    for (minutes, value), (_, following) in zip(points, [*points[1:], points[-1]], strict=True):
+    for (minutes, value), (_, following) in itertools.pairwise(points):
         if min(value, following) >= target:
             return minutes
     return None
@@ -92,7 +94,8 @@ class Evidence:
         self.content, self.task = self.protocol.content, next(iter(self.protocol.content["tasks"]))
         self.candidates: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         asked = {(r["task"], json.dumps([r["model"], r["problems_sha256"]])) for r in self.records.values()}
-        if len(asked) > len({task for task, _ in asked}):
+        asked |= {(self.protocol.base(r["arm"]), r["base_sha256"]) for r in self.records.values()}
+        if len(asked) > len({of for of, _ in asked}):
             raise ValueError(f"{folder}: runs of one task have other problems or models, so they are not comparable.")
 
     def table(self, heads: list[str], rows: list[list[str]], text: str, left: int = 1) -> str:
@@ -101,8 +104,9 @@ class Evidence:
         return f"{table(heads, rows, left)}\n\n{text} {origin}" if rows else NONE
 
     def of_stage(self, stage: str) -> list[dict[str, Any]]:
-        """Runs of a stage that had the machine for themselves."""
-        return [row for row in self.records.values() if (row["stage"], row["side_by_side"]) == (stage, 1)]
+        """Runs of a stage that had the machine for themselves and were not resumed."""
+        rows = [row for row in self.records.values() if (row["stage"], row["side_by_side"]) == (stage, 1)]
+        return [row for row in rows if row["attempts"] == 1]
 
     def tested(self, arm: str, task: str | None = None) -> dict[int, dict[str, Any]]:
         """Runs of an arm that answered the test problems, by seed."""
@@ -198,7 +202,8 @@ class Evidence:
             adjusted = "-" if p is None else f"{p:.3f}"
             rows.append([title, f"{d['seeds']}", interval, f"{d['df']:.0f}", f"{d['p']:.3f}", adjusted])
         heads = ["difference", "seeds", "points (95 %)", "degrees of freedom", "p", "p by Holm"]
-        text = "Test accuracy, paired by problem and seed, both random ([the protocol](benchmarks/protocol.yaml))."
+        text = "Test accuracy, paired by problem and seed, both random ([the protocol](benchmarks/protocol.yaml)); "
+        text += f"Holm over the {sum(p is not None for *_, p in self.compared())} comparisons so far."
         return self.table(heads, rows, text)
 
     def explored(self) -> str:
@@ -223,17 +228,17 @@ class Evidence:
     def speed(self) -> str:
         rows, reward = [], self.content["reward"]
         for row in self.of_stage("speed"):
-            per_step = statistics.median(row["curves"]["seconds"][4:])
+            per_step = fmean(row["curves"]["seconds"][4:])  # whole rollouts, of two updates each
             steps = [steps_to(run, reward) for run in self.tested(row["arm"]).values()]
             reached = [step for step in steps if step is not None]
             whole = bool(reached) and len(reached) == len(steps)
             cells = [f"{fmean(reached):.0f}", f"{fmean(reached) * per_step / 60:.1f}"] if whole else ["not by all", "-"]
             rows.append([starred(row["arm"]), f"{per_step:.2f}", *cells])
         heads = ["arm", "seconds per step, alone", f"steps to a reward of {reward:g}", "minutes"]
-        return self.table(heads, rows, "Reward: mean of five rollouts. Steps: means over the seeds of the test.")
+        return self.table(heads, rows, TIMES + " Reward: mean of five rollouts.")
 
     def race_points(self, row: dict[str, Any]) -> list[tuple[float, float]]:
-        """(minutes from the command, validation accuracy) at the start and each checkpoint, without evaluations."""
+        """(minutes from the command, validation accuracy) at the start and each checkpoint, see `TIMES`."""
         seconds, count, ready = row["curves"]["seconds"], row["problems"]["validation"], row["marks"]["ready_s"]
         scores = [(step, fmean(decoded(digits, count))) for step, digits in row["checkpoints"]]
         start = [(0, accuracy(row, "validation", "before"))]
@@ -241,13 +246,13 @@ class Evidence:
 
     def race(self) -> str:
         rows, target = [], self.content["target"]
-        for row in (row for row in self.of_stage("race") if row["attempts"] == 1):
+        for row in self.of_stage("race"):
             minutes = minutes_to(self.race_points(row), target)
             shown = "not reached" if minutes is None else f"{minutes:.1f}"
             rows.append([starred(row["arm"]), str(row["seed"]), shown, row["device"], f"`{row['command']}`"])
         text = f"Minutes from the command to {100 * target:.0f} % of validation at two checkpoints in a row, greedy; "
         heads = ["arm", "seed", "minutes", "GPU", "command"]
-        return self.table(heads, rows, text + "evaluations are left out.", left=5)
+        return self.table(heads, rows, text + TIMES, left=5)
 
     def plots(self) -> dict[str, str]:
         """File name -> SVG. No plot without its runs."""
@@ -277,6 +282,7 @@ class Evidence:
         return {f"evidence_{function.__name__}": function for function in made}
 
 
+TIMES = "Times are TRL's step_time: without the optimizer's step, logging, saving and evaluation."
 #: curve (mean of five rollouts or updates) -> title; with the differences and the race five plots
 PLOTS = {"reward": "reward", "entropy": "entropy, nats per token", "zero_variance": "prompts without variance"}
 

@@ -17,8 +17,10 @@ names the commit where git is missing.
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -63,7 +65,8 @@ def write_task(protocol: Protocol, folder: Path, name: str, settings: dict[str, 
     rows = {split: [[row["question"], whole(row["answer"])] for row in splits[split]] for split in splits}
     parts = {"train": rows["train"][: sizes["train"]], "unseen": rows.get("unseen", [])[: sizes["unseen"]]}
     parts |= {"validation": rows["test"][:first], "test": rows["test"][first:both]}
-    if len(parts["train"]) < sizes["train"] or len(parts["test"]) < sizes["test"]:
+    known = {part: sizes[part] for part in ("train", "test", *["unseen"] * ("unseen" in rows))}
+    if any(len(parts[part]) < size for part, size in known.items()):
         return f"too few problems: {len(parts['train'])} to train, {len(rows['test'])} held out"
     parts["held_out"] = [row for part in protocols.PARTS for row in parts[part]]
     for part in ("validation", "test"):
@@ -134,15 +137,21 @@ class Session(common.Launcher):
         return [sum(found[i : i + each]) for i in range(0, len(found), each)]
 
 
-def end_orphans(work: Path) -> None:
-    """End processes of a killed harness that still write to its folder."""
+def take(work: Path) -> int:
+    """Lock a work folder while the returned file is open; end processes of a killed harness that still write there."""
     import psutil
 
+    lock = os.open(work / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"{work} is in use by another learning.py. Wait for it, or pass another --work.") from None
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         ours = any(word.endswith("grpo_gsm8k.py") or word == "qerl_trl.cli.main" for word in words)
         if ours and any(word.startswith(f"{work}/") for word in words):
             common.end(process.pid)
+    return lock
 
 
 def command_of(session: Session, run: Planned) -> list[str]:
@@ -222,8 +231,10 @@ def next_run(session: Session, records: protocols.Records, taken: set[str]) -> P
         needed = 1.1 * max(known) if known else session.protocol.stages[run.stage]["seconds"]
         return run.name not in taken and needed * (0.5 if checkpoints(session.place(run)) else 1) <= lease
 
-    runs = []
+    runs, alone = [], session.args.parallel * len(session.args.gpus) == 1
     for stage in session.args.stages or session.protocol.stages:
+        if session.protocol.stages[stage].get("alone") and not alone:
+            continue
         planned, _ = session.protocol.planned(stage, records, candidates(session.args.out))
         runs += [run for run in planned if run.name not in records and able(run)]
     return min(runs, key=lambda run: not checkpoints(session.place(run)), default=None) if session.limit() > 1 else None
@@ -232,7 +243,7 @@ def next_run(session: Session, records: protocols.Records, taken: set[str]) -> P
 def run(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     session, lock, running, failed = Session(args), threading.Lock(), set[str](), set[str]()
-    end_orphans(session.work)
+    kept = take(session.work)
 
     def worker(gpu: int) -> None:
         while True:
@@ -259,6 +270,7 @@ def run(args: argparse.Namespace) -> None:
     places = [gpu for _ in range(args.parallel) for gpu in args.gpus]
     with ThreadPoolExecutor(len(places)) as pool:
         list(pool.map(worker, places))
+    os.close(kept)
     plan(args)
 
 
@@ -275,7 +287,8 @@ def plan(args: argparse.Namespace) -> None:
     for stage in protocol.stages:
         runs, missing = protocol.planned(stage, records, candidates(args.out))
         left = [run.name for run in runs if run.name not in records]
-        print(f"{stage}: {len(runs) - len(left)} of {len(runs)} done", *left, *missing, sep="\n    ")
+        how = " (with --parallel 1 and one GPU)" * bool(protocol.stages[stage].get("alone"))
+        print(f"{stage}{how}: {len(runs) - len(left)} of {len(runs)} done", *left, *missing, sep="\n    ")
     print(evidence.Evidence(args.protocol, args.out).visible())
 
 
@@ -304,7 +317,7 @@ def select(args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace) -> None:
     import tables
 
-    tables.write_all(args.check)
+    tables.write_all(False)
 
 
 def main() -> None:
@@ -324,9 +337,7 @@ def main() -> None:
         command.add_argument("--seconds", type=float, default=1e6, help="Runs are ended after these.")
         command.add_argument("--lease", type=float, help="Seconds in which a run must be able to end (--seconds).")
         command.add_argument("--cpu", action="store_true")
-    command = commands.add_parser("report")
-    command.set_defaults(run=report)
-    command.add_argument("--check", action="store_true", help="Only compare.")
+    commands.add_parser("report", help="`tables.py --check` only compares.").set_defaults(run=report)
     args = parser.parse_args()
     if args.run in (select, run) and not (args.cpu or args.model):
         parser.error("--model is needed, or --cpu.")

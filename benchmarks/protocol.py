@@ -76,6 +76,10 @@ class Protocol:
     def noisy(self, arm: str) -> bool:
         return not self.arms[arm]["arm"].endswith("-no-noise")
 
+    def base(self, arm: str) -> str:
+        """What an arm's frozen weights are: format and scale rule."""
+        return " ".join([self.arms[arm]["arm"].partition("-")[0], self.arms[arm].get("scale_rule", "")])
+
     def measured(self, stage: str) -> dict[str, int]:
         """Numbers of held-out problems that a stage's runs answer."""
         wanted = self.stages[stage]["measure"]

@@ -27,7 +27,7 @@ def record(run, solved, parts=("validation",), **more):
         "stage": run.stage, "task": run.task, "arm": run.arm, "noise": run.noise, "learning_rate": run.rate,
         "seed": run.seed, "seconds": 300.0, "eval_seconds": 100.0, "side_by_side": 8, "gpus": 2, "commit": "abc",
         "device": "GPU", "attempts": 1, "steps": 40, "command": "c", "curves": curves | {"seconds": [2.0] * 40},
-        "model": {}, "problems_sha256": {}, "marks": {"ready_s": 60.0},
+        "model": {}, "problems_sha256": {}, "base_sha256": PROTOCOL.base(run.arm), "marks": {"ready_s": 60.0},
         "problems": dict.fromkeys(parts, 40), "answers": dict.fromkeys(parts, digits),
     } | more  # fmt: skip
 
@@ -49,9 +49,9 @@ def test_seeds_and_problems_are_both_random():
 
 def test_holm_the_smallest_difference_and_the_race():
     assert evidence.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert evidence.smallest(5, 1000, 0.02, 0.3, 0.8) == pytest.approx(3.717 * math.sqrt(7e-4 / 5), rel=1e-3)
+    assert evidence.smallest(5, 1000, 0.02, 0.3, 0.8) == pytest.approx(3.717 * math.sqrt(8e-5 + 3e-4), rel=1e-3)
     points = [(1, 0.2), (2, 0.41), (3, 0.39), (4, 0.4), (5, 0.45)]  # two checkpoints in a row
-    assert evidence.minutes_to(points, 0.4) == 4 and evidence.minutes_to(points, 0.46) is None
+    assert evidence.minutes_to(points, 0.4) == 4 and evidence.minutes_to(points, 0.45) is None
 
 
 def test_noise_then_rate_are_chosen_on_validation_by_seed_0():
