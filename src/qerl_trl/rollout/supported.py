@@ -43,7 +43,7 @@ def check_given(args: QeRLConfig | QeRLRLOOConfig, given: Mapping[str, Any]) -> 
     why += "vllm_tensor_parallel_size=1, or plain data parallelism"
     if vars(args).get("score_centering_top_k"):
         together, why = "score_centering_top_k cannot work", "it needs single turns and a whole model. Leave it out"
-        turns += [sharded] * bool(sharded)  # the head's rows are read after the forward, when a shard is left
+        turns += [sharded] if sharded else []  # the head's rows are read after the forward, when a shard is left
     elif sharded and not args.use_vllm:
         together = f"use_vllm=False cannot work under {sharded}"
     elif args.use_vllm and args.world_size > 1:  # one engine may answer several processes in one call
