@@ -224,7 +224,7 @@ def launched(command: list[str]) -> list[str]:
 
 
 #: share of a GPU for all runs on it
-SHARE = 0.6
+SHARE = 0.8
 
 
 def share_of_card(parallel: int, place: Path, less: float = 0, gpu: int = 0) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Show a run a GPU of `CARD_GIB` GiB on a larger one, and write its peak memory to `PEAK_FILE` five times a second.
 
-real_models.py puts a copy named sitecustomize.py on the path of a run. Python loads it in each process; it acts in the
-training process only.
+common.py puts a copy named sitecustomize.py on the path of a run; it acts in the training process only.
 """
 
 import os
@@ -22,7 +21,8 @@ if os.environ.get("CARD_GIB") and SCRIPT.endswith("grpo_gsm8k.py"):
     PEAK = [0]
 
     def own() -> int:
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(HANDLE):
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(HANDLE)
+        for process in [*listed, *pynvml.nvmlDeviceGetMPSComputeRunningProcesses(HANDLE)]:
             if process.pid == os.getpid():
                 PEAK[0] = max(PEAK[0], process.usedGpuMemory or 0)
                 return process.usedGpuMemory or 0
