@@ -227,13 +227,14 @@ def next_run(session: Session, records: protocols.Records, taken: set[str]) -> P
     lease = (session.args.lease or session.args.seconds) - (time.monotonic() - session.began)
 
     def able(run: Planned) -> bool:
-        known = [row["seconds"] + row["eval_seconds"] for row in records.values() if row["stage"] == run.stage]
+        alike = [row for row in records.values() if (row["stage"], row["side_by_side"]) == (run.stage, beside)]
+        known = [row["seconds"] + row["eval_seconds"] for row in alike]
         needed = 1.1 * max(known) if known else session.protocol.stages[run.stage]["seconds"]
         return run.name not in taken and needed * (0.5 if checkpoints(session.place(run)) else 1) <= lease
 
-    runs, alone = [], session.args.parallel * len(session.args.gpus) == 1
+    runs, beside = list[Planned](), session.args.parallel * len(session.args.gpus)
     for stage in session.args.stages or session.protocol.stages:
-        if session.protocol.stages[stage].get("alone") and not alone:
+        if session.protocol.stages[stage].get("alone") and beside > 1:
             continue
         planned, _ = session.protocol.planned(stage, records, candidates(session.args.out))
         runs += [run for run in planned if run.name not in records and able(run)]
@@ -267,9 +268,8 @@ def run(args: argparse.Namespace) -> None:
             with lock:
                 running.discard(chosen.name)
 
-    places = [gpu for _ in range(args.parallel) for gpu in args.gpus]
-    with ThreadPoolExecutor(len(places)) as pool:
-        list(pool.map(worker, places))
+    with ThreadPoolExecutor(args.parallel * len(args.gpus)) as pool:
+        list(pool.map(worker, args.gpus * args.parallel))
     os.close(kept)
     plan(args)
 
