@@ -65,7 +65,7 @@ demo-real: $(VENV)/.real
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
-# the faults alone (docs/source/faults.md), as `make test` runs them
+# the faults alone (docs/source/benchmarks.md), as `make test` runs them
 faults: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 tests/faults
 

@@ -139,10 +139,9 @@ class Evidence:
         rows = list(self.records.values())
         counts = [f"{stage} {sum(row['stage'] == stage for row in rows)}" for stage in self.protocol.stages]
         taken = [(row["seconds"] + row["eval_seconds"]) * row["gpus"] / row["side_by_side"] for row in rows]
-        known = {row["device"] for row in rows}, {(row["commit"] or "unknown")[:7] for row in rows}
-        devices, commits = (", ".join(sorted(each)) for each in known)
-        cells = [str(len(rows)), ", ".join(counts), f"{sum(taken) / 60:.0f}", devices, commits]
-        heads = ["runs", "by stage", "GPU minutes", "GPU", "commit"]
+        devices = ", ".join(sorted({row["device"] for row in rows}))
+        cells = [str(len(rows)), ", ".join(counts), f"{sum(taken) / 60:.0f}", devices]
+        heads = ["runs", "by stage", "GPU minutes", "GPU"]
         return self.table(heads, [cells] if rows else [], "Minutes of runs side by side are shared.")
 
     def second(self) -> str:
@@ -312,10 +311,32 @@ def text_svg(x: float, y: float, text: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{text}</text>'
 
 
-def svg(parts: list[str], height: int = HEIGHT) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-    head += f'font-family="sans-serif" font-size="11">\n<rect width="{WIDTH}" height="{height}" fill="white"/>'
+def svg(parts: list[str], height: int = HEIGHT, dark: bool = False) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+    head += f'font-size="11" fill="{"#e6e6e6" if dark else "#222"}">\n'
+    head += f'<rect width="{WIDTH}" height="{height}" fill="{"#0d1117" if dark else "white"}"/>'
     return "\n".join([head, *parts, "</svg>\n"])
+
+
+def bars_svg(
+    groups: dict[str, list[tuple[str, float | None, float | None]]], heads: tuple[str, str], dark: bool
+) -> str:
+    """Two bars per row (None: not run), in groups of rows; `heads`: quantities with their units."""
+    rows = [row for group in groups.values() for row in group]
+    most = [max(row[i] or 0 for row in rows) for i in (1, 2)]
+    parts, y = [text_svg(190 + 225 * i, 16, head) for i, head in enumerate(heads)], 24
+    for title, group in groups.items():
+        parts.append(text_svg(8, y + 14, title, 'font-weight="bold"'))
+        y += 20
+        for name, *values in group:
+            parts.append(text_svg(20, y + 12, name))
+            for i, value in enumerate(values):
+                left, wide = 190 + 225 * i, 170 * (value or 0) / most[i]
+                color = "#8b949e" if name.startswith("TRL") else COLORS[i]
+                parts.append(f'<rect x="{left}" y="{y + 2}" width="{wide:.1f}" height="13" fill="{color}"/>')
+                parts.append(text_svg(left + wide + 5, y + 12, "not run" if value is None else f"{value:.1f}"))
+            y += 18
+    return svg(parts, y + 8, dark)
 
 
 def lines_svg(series: dict[str, list[tuple[float, float]]], x_title: str, y_title: str) -> str:

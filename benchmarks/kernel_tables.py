@@ -124,11 +124,3 @@ def cards_bf16() -> str:
     heads = [f"{name}, {M}" for name in ("w4a16", "w4a8") for M in (*CARD_SIZES, "bf16 faster from")]
     rows = [[card, *cells, *["-"] * (len(heads) - len(cells))] for card, cells in against_bf16().items()]
     return table(["card", *heads], rows).replace(f" {cost.SIZES[-1] + 1} |", " never |")
-
-
-def cards_bf16_first() -> str:
-    """The README's sentence."""
-    first = {card: cells[len(CARD_SIZES)] for card, cells in against_bf16().items()}
-    cards = ", ".join(f"{first[card]} ({card})" for card in sorted(first, key=lambda card: int(first[card])))
-    link = "[arithmetic](docs/source/speed.md#other-cards)"
-    return f"By {link}, not run, bf16 is faster than w4a16 from {cards} sequences on."

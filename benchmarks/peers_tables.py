@@ -15,23 +15,16 @@ WINDOW = ROOT / "docs/window.json"
 
 
 def tuners() -> str:
-    """PEFT's tuners on packed layers."""
+    """PEFT's tuners on packed layers, by equal results."""
     record = json.loads(TUNERS.read_text())
     cells = list(next(iter(record["tuners"].values())))
-    rows = [f"| tuner | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
-    refused: dict[str, list[str]] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name, found in record["tuners"].items():
-        rows.append(f"| {name} | {' | '.join(value.partition(':')[0] for value in found.values())} |")
-        for cell, value in found.items():
-            if value.startswith("refused"):
-                refused.setdefault(f"{name}: {value.partition(': ')[2].partition(': ')[2]}", []).append(cell)
-    words = "\n".join(f"- {', '.join(cells)} of {why}" for why, cells in refused.items())
+        alike.setdefault(tuple(value.partition(":")[0] for value in found.values()), []).append(name)
+    rows = [f"| tuners | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
+    rows += [f"| {', '.join(names)} | {' | '.join(values)} |" for values, names in alike.items()]
     source = TUNERS.relative_to(ROOT)
-    return (
-        "\n".join(rows)
-        + f"\n\nWhat is refused here and works on the dense model:\n\n{words}\n\n"
-        + f"peft {record['versions']['peft']}, commit {', '.join(record['commits'])}, [{source.name}]({source})."
-    )
+    return "\n".join(rows) + f"\n\npeft {record['versions']['peft']}, [{source.name}]({source})."
 
 
 def peers() -> str:

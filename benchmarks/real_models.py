@@ -349,7 +349,7 @@ def noise() -> str:
         units = re.findall(r"--aqn_(scale|sigma_start|target_kl) (\S+)", row["command"])
         named = ", ".join(f"`{norm.removeprefix('model.')}` {size} %" for size, norm in row["dominant"])
         lines.append(f"| {row['model']} | {', '.join(map(' '.join, units))}{warned} | {figures} | {named} |")
-    made = "; ".join(sorted({f"{record['device']}, commit {record['commit'][:7]}" for record in records}))
+    made = "; ".join(sorted({record["device"] for record in records}))
     how = "Nats per token, untrained policies in NVFP4, constant sigma, one to three rollouts."
     return "\n".join(lines) + f"\n\n{how} {made}."
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import evidence
 import rollout as engines
 from common import RESULTS, ROOT
 
@@ -197,30 +198,8 @@ def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> s
     return table(names, [[engines.label(size), *row] for size, row in zip(rows, cells, strict=True)])
 
 
-def rollout_speeds() -> tuple[dict[str, dict[int, float]], str]:
-    """Tokens per second by model and batch size, and their source: rollouts alone, or complete steps."""
-    steps = {
-        row["size"]: {row["batch"]: row["batch"] * row["new"] / row["median"]["rollout"]}
-        for row in json.loads(STEP.read_text())["step"]
-        if row["who"] == "ours" and not row["ragged"] and not row["name"].endswith("w4a8")
-    }
-    alone = {}
-    for case, found in json.loads(ROLLOUT.read_text())["tokens_per_s"].items():
-        who, _, size = case.partition(":")
-        if who == "ours":
-            alone[size] = {int(count): found[count] for count in (min(found, key=int), "128") if count in found}
-    ways = {"alone": list(alone), "in a whole step": [size for size in steps if size not in alone]}
-
-    def names(sizes: list[str]) -> str:
-        ordered = engines.by_model(sizes)
-        return ", ".join(size.upper() if size[0].isdigit() else engines.label(size) for size in ordered)
-
-    return steps | alone, ", ".join(f"{names(sizes)} {way}" for way, sizes in ways.items() if sizes)
-
-
 def cards() -> str:
-    """Cards in the headers of the shipped configurations, with completions at a time and measured speed."""
-    speeds, ways = rollout_speeds()
+    """Cards in the headers of the shipped configurations, with completions at a time."""
     recipes: dict[str, list[tuple[str, int]]] = {}
     for path in CONFIGS.glob("*.yaml"):
         found = re.search(r"Starts on a card of (\d+ GB \(.*?\)): (\d+) completions in (\d+) waves?", path.read_text())
@@ -233,41 +212,56 @@ def cards() -> str:
 
     rows = []
     for card, named in sorted(recipes.items(), key=lambda item: int(item[0].split()[0])):
-        named.sort(key=order)
-        known = {name: speeds.get(name.removeprefix("qwen2.5-"), {}) for name, _ in named}
-        measured = [
-            f"`{name}`: " + ", ".join(f"{value:.0f} at {count}" for count, value in speed.items())
-            for name, speed in known.items()
-            if speed
-        ]
-        links = (f"[`{name}`](examples/configs/{name}.yaml) ({count})" for name, count in named)
-        rows.append([card, ", ".join(links), "; ".join(measured) or "-"])
-    which = "recipes that start there (in brackets: how many completions of full length it generates at a time)"
+        links = (f"[`{name}`](examples/configs/{name}.yaml) ({count})" for name, count in sorted(named, key=order))
+        rows.append([card, ", ".join(links)])
     errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
-    return table(["card", which, "tokens/s"], rows, left=3) + (
-        f"\n\nPlanned, by a memory plan that was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} "
-        "measured workloads](docs/source/benchmarks.md#training) on an H200; more memory runs more at a time. "
-        f"Tokens/s: rollouts in vLLM on that H200, so many completions at a time ({ways}); `-` was not measured. 7B "
-        "also ran on an H100 as a card of 24 GiB; no other card was there."
+    which = "recipes that start there (completions of full length at a time)"
+    return table(["card", which], rows, left=2) + (
+        f"\n\nBy the memory plan, which was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured "
+        "workloads](docs/source/benchmarks.md#training) on an H200. 7B also ran on an H100 as a card of 24 GiB; no "
+        "other card was there."
     )
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads(STEP.read_text())["step"] if "median" in row}
 
 
 def speed() -> str:
-    """The README's sentence on speed and memory."""
-    rollouts, updates = json.loads(ROLLOUT.read_text()), json.loads(UPDATE.read_text())
-    ratios, taken = rollouts["ratios"]["ours:7b over stock-merged:7b"], rollouts["tokens_per_s"]["ours:7b"]
-    at = ", ".join(f"{taken[count]:.0f} ({ratio:.2f}) at {count}" for count, ratio in ratios.items())
-    ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
-    device = rollouts["runs"][rollouts["cases"]["ours:7b"]["run"]]["device"]
+    """The README's three figures."""
+    rows = steps()
+    ours, stock, small = rows["ours-7b-64x512"], rows["stock-7b-64x512"], rows["ours-32b-8x512-26gib"]
+    seconds, theirs = ours["median"]["step"], stock["median"]["step"]
+    fewer, more = rows["ours-7b-8x512"]["measured_gib"], rows["stock-7b-8x512"]["measured_gib"]
     return (
-        f"Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): {at} sequences. "
-        f"Forward and backward of {updates['sequences']} x {updates['tokens_each']} tokens take "
-        f"{ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it "
-        f"is not (TRL with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), "
-        f"in {ours['peak_gib']['checkpointed']:.0f} and {ours['peak_gib']['plain']:.0f} GiB "
-        f"({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {device}, random weights; "
-        "all tables, losses included: [speed and memory](docs/source/benchmarks.md)."
+        f"- **Speed**: a GRPO step of 7B, 64 completions of 512 tokens, takes {seconds:.1f} s; stock TRL with bf16 "
+        f"LoRA takes {theirs:.1f} s.\n"
+        f"- **Memory**: 7B with 8 completions takes {fewer:.0f} GiB, stock TRL {more:.0f}; 32B trains in "
+        f"{small['measured_gib']:.0f} GiB.\n"
+        f"- **One copy** of the 4-bit weights serves trainer and vLLM; a killed run resumes bit for bit.\n\n"
+        f"{ours['device']}, random weights. [All tables, losses included](docs/source/benchmarks.md)."
     )
+
+
+def pictures() -> dict[str, str]:
+    """File name -> SVG of seconds and memory of whole steps, light and dark."""
+    rows = steps()
+
+    def row(shown: str, name: str) -> tuple[str, float | None, float | None]:
+        found = rows.get(name)
+        return (shown, found["median"]["step"], found["measured_gib"]) if found else (shown, None, None)
+
+    groups = {
+        "7B, 8 x 512 tokens": [row("qerl-trl", "ours-7b-8x512"), row("TRL, bf16 LoRA", "stock-7b-8x512")],
+        "7B, 64 x 512 tokens": [
+            row("qerl-trl", "ours-7b-64x512"), row("qerl-trl, 40 GiB card", "ours-7b-64x512-40gib"),
+            row("TRL, bf16 LoRA", "stock-7b-64x512")],
+        "32B, 8 x 512 tokens": [
+            row("qerl-trl, 48 GiB card", "ours-32b-8x512-48gib"), row("qerl-trl, 26 GiB card", "ours-32b-8x512-26gib"),
+            row("TRL, bf16 LoRA", "stock-32b-8x512")],
+    }  # fmt: skip
+    heads = ["seconds per GRPO step", "peak memory, GiB"]
+    return {f"step_time{'_dark' * dark}.svg": evidence.bars_svg(groups, heads, dark) for dark in (False, True)}
 
 
 def multi_gpu() -> str:

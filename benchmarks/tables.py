@@ -27,9 +27,7 @@ import speed_tables  # noqa: E402
 from speed_tables import measured_by, table  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
-#: evidence.md moves to docs/source with the first runs
-MORE = (ROOT / "examples/assets/README.md", *(ROOT / "benchmarks").glob("evidence.md"))
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), *MORE)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
 #: runs of shipped configurations by GPU; their script is in the commits that they name
 ACCEPTANCE = [ROOT / f"benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
 ARMS = ("nvfp4", "nvfp4 without noise", "bf16", "bf16 with noise", "nf4", "full")
@@ -39,10 +37,10 @@ ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
 def architectures() -> str:
-    """Support per model, and the errors of refusals; a refusal applies to all later cells."""
+    """Support of models with equal results, and why something is refused; a refusal applies to all later cells."""
     record = json.loads(ARCHITECTURES.read_text())
     cells = list(dict.fromkeys(cell for found in record["architectures"].values() for cell in found))
-    rows: list[list[str]] = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     reasons: dict[str, list[str]] = {}
     for name, found in record["architectures"].items():
         shown: list[str] = []
@@ -51,31 +49,22 @@ def architectures() -> str:
                 raise ValueError(f"{ARCHITECTURES.name}: {name} has no cell {cell!r}; run {record['command']}.")
             kind, _, why = found.get(cell, "refused").partition(": ")
             shown.append("yes" if kind == "works" else kind)
-            if why:
-                reasons.setdefault(f"{cell}: {why}", []).append(f"`{name}`")
-        rows.append([f"`{name}`", *shown])
-    lines = "\n".join(f"- {', '.join(names)}, {reason}" for reason, names in reasons.items())
+            if why and cell != "rollout noise":  # refused as noise is
+                sentence = re.sub(r" ?\([^)]*\)", "", why).partition(". ")[0].rstrip(".")
+                sentence = re.sub(r"^\w+ForCausalLM ", "", re.sub(r"(?<=trainer's )\w+ForCausalLM", "model", sentence))
+                sentence = re.sub(r"model\.layers\.0[\w.]+(?= (has|is) )", "the layer", sentence)
+                reasons.setdefault(f"{cell}: {sentence}", []).append(f"`{name}`")
+        alike.setdefault(tuple(shown), []).append(f"`{name}`")
+    rows = [[", ".join(names), *shown] for shown, names in alike.items()]
+    lines = "\n".join(f"- {', '.join(names)}, {reason}." for reason, names in reasons.items())
     source = ARCHITECTURES.relative_to(ROOT)
+    devices = {(row["vllm"], row["device"]) for row in record["rollouts"].values()}
+    engines = ", ".join(f"vLLM {vllm} on a {device}" for vllm, device in sorted(devices))
     return (
         table(["`model_type`", *cells], rows, left=1 + len(cells))
-        + f"\n\nWhat is refused, and the error's words:\n\n{lines}\n\ntransformers "
-        f"{record['versions']['transformers']}, commit {', '.join(record['commits'])}. {engines(record['rollouts'])} "
+        + f"\n\nRefused:\n\n{lines}\n\ntransformers {record['versions']['transformers']}; rollouts: {engines}. "
         f"[{source.name}]({source})."
     )
-
-
-def engines(rollouts: dict[str, dict[str, str]]) -> str:
-    """vLLM, device and dtype of the rollouts: the most frequent dtype, and the exceptions."""
-    shared: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for name, row in rollouts.items():
-        where = (f"vLLM {row['vllm']} on {'a CPU' if row['device'] == 'CPU' else row['device']}", row["commit"])
-        shared.setdefault(where, {}).setdefault(row["dtype"], []).append(f"`{name}`")
-    parts = []
-    for (where, commit), types in shared.items():
-        (most, _), *fewer = sorted(types.items(), key=lambda item: -len(item[1]))
-        less = "".join(f" ({', '.join(names)}: {dtype})" for dtype, names in fewer)
-        parts.append(f"{where}, commit {commit}, in {most}{less}")
-    return f"Rollouts: {'; '.join(parts)}."
 
 
 def acceptance() -> str:
@@ -138,8 +127,8 @@ def demo() -> str:
     return (
         f"A run of it takes {statistics.mean(run['train_seconds'] for run in runs):.0f} s on {device}; {len(runs)} of "
         f"them, with a seed each, went from {before[0]:.0f} % of held-out problems to "
-        f"{', '.join(f'{value:.0f}' for value in after)} %. [The table of arms](docs/source/benchmarks.md#learning) "
-        "says what that shows and what it does not: the noise buys no accuracy there."
+        f"{', '.join(f'{value:.0f}' for value in after)} %. [The table of arms]"
+        "(docs/source/benchmarks.md#learning): noise buys no accuracy there."
     )
 
 
@@ -150,7 +139,7 @@ def real_model() -> str:
     record, source = json.loads(demos.REAL_RESULT.read_text()), demos.REAL_RESULT.relative_to(ROOT)
     return (
         f"{demos.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
-        f"core; one seed; commit {record['commit'][:7]}, [{source.name}]({source}), by `{record['command']}`."
+        f"core; one seed; [{source.name}]({source}), by `{record['command']}`."
     )
 
 
@@ -159,7 +148,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "cards": cards,
     "cards_bf16": kernel_tables.cards_bf16,
-    "cards_bf16_first": kernel_tables.cards_bf16_first,
     "demo": demo,
     "demo_real": real_model,
     "every_size": kernel_tables.every_size,
@@ -204,7 +192,8 @@ def filled(page: Path, tables: Mapping[str, Callable[[], str]] = TABLES) -> tupl
 def write_all(check: bool) -> None:
     """Write pages and plots, or only compare them."""
     seen: list[str] = []
-    made = {ROOT / "docs/source" / name: text for name, text in EVIDENCE.plots().items()}
+    pictures = EVIDENCE.plots() | speed_tables.pictures()
+    made = {ROOT / "docs/source" / name: text for name, text in pictures.items()}
     for page in PAGES:
         made[page], names = filled(page)
         seen += names

@@ -1,4 +1,4 @@
-"""Other code with a packed model, as in docs/source/compatibility.md."""
+"""Other code with a packed model, as in docs/source/models.md."""
 
 import datasets
 import peft

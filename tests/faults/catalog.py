@@ -5,7 +5,7 @@ A fault is injected at one module and judged at the product: model on disk, repo
     @fault("R5.nan")                       # detected, with the object and the remedy in the message (`raises`)
     @fault("R6.damaged", recovered=True)   # the same command goes on without loss, at once or when the cause is gone
 
-`python -m tests.faults.catalog` prints the table of docs/source/faults.md.
+`python -m tests.faults.catalog` prints the table of docs/source/benchmarks.md.
 """
 
 import ast

@@ -11,7 +11,7 @@ TABLE = json.loads(gguf.RESULT.read_text())
 
 
 def test_the_page_says_what_was_measured():
-    page = (gguf.RESULT.parent / "source" / "publishing.md").read_text()
+    page = (gguf.RESULT.parent / "source" / "checkpoints.md").read_text()
     assert TABLE["equal"] == TABLE["tensors"] > 0 and all(TABLE["same"].values())
     assert f"all {TABLE['tensors']} tensors" in page and f"gguf {TABLE['versions']['gguf']}" in page
 

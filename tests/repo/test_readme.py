@@ -26,22 +26,20 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def three_lines(script: str) -> list[tuple[str, str]]:
+def changed(script: str) -> list[tuple[str, str]]:
     """(TRL's line, ours) of each line with TRL's in a comment."""
     marked = re.findall(r"^( *)(.*)  # TRL: (.*)$", script, re.MULTILINE)
     return [(indent + theirs, indent + ours) for indent, ours, theirs in marked]
 
 
-def test_the_three_lines_are_the_diff_of_the_documentation():
-    page = (ROOT / "docs/source/three_lines.md").read_text()
+def test_the_changed_import_is_the_diff_of_the_documentation():
+    page = (ROOT / "docs/source/index.md").read_text()
     diff = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines()
-    pairs = three_lines(blocks("python")[0])
-    assert len(pairs) == 3 and diff == [
-        f"{sign}{line}" for pair in pairs for sign, line in zip("-+", pair, strict=True)
-    ]
+    ((theirs, ours),) = changed(blocks("python")[0])
+    assert diff == [f"-{theirs}", f"+{ours}"] and len(README.splitlines()) <= 90
 
 
-def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+def test_the_changed_import_turns_a_trl_script_into_ours(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
     local = shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "local")
     tiny_tokenizer.save_pretrained(local)
     prompts = [[{"role": "user", "content": f"{i}+1?"}] for i in range(2)]
@@ -50,7 +48,7 @@ def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_t
     monkeypatch.chdir(tmp_path)
     script = blocks("python")[0]
     stock = script
-    for theirs, ours in three_lines(script):
+    for theirs, ours in changed(script):
         stock = stock.replace(f"{ours}  # TRL: {theirs.strip()}", theirs)
     for text, name in ((stock, "GRPOTrainer"), (script, "QeRLGRPOTrainer")):
         small = text.replace("Qwen/Qwen2.5-3B-Instruct", str(local))  # the same script, small

@@ -256,4 +256,4 @@ def test_the_rules_separate_healthy_from_faulty_engines_on_record():
     for row in faulty:
         assert row["refused"] >= 49 and row["undecided"] <= 3 and not row["passed"], row["fault"]
         assert min(margin for margin in row["margins"].values() if margin) >= 1.3, row["fault"]
-    assert probe_separation.markdown().splitlines()[2] in (ROOT / "docs/source/rollout.md").read_text()
+    assert probe_separation.markdown().splitlines()[2] in (ROOT / "docs/source/benchmarks.md").read_text()

@@ -50,7 +50,7 @@ KEPT_SLACK = 0.06
 #: float32 copies of the logits that vLLM's sampler makes (logits, log-probabilities, random numbers)
 SAMPLER_COPIES = 3
 
-# On a CPU: resident memory, without the droppable pages of a checkpoint's file (docs/source/memory.md)
+# On a CPU: resident memory, without the droppable pages of a checkpoint's file (docs/source/fit_and_speed.md)
 #: Python, torch, transformers, TRL and their libraries in a training process
 CPU_PROCESS_BYTES = 760_000_000
 #: glibc's unallocated memory, as a share of transient memory

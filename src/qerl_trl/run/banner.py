@@ -71,7 +71,7 @@ def banner(trainer) -> str:
 
 def unlike_trl(args: Any) -> list[str]:
     """List differences of a run with `args` from TRL's config, and how to undo them: a summary of
-    docs/source/three_lines.md. Settings chosen by the user are listed only if equal to our default."""
+    docs/source/index.md. Settings chosen by the user are listed only if equal to our default."""
     found = []
     if args.base_format != "full":
         found.append(f'the base is frozen in {args.base_format} and an adapter is trained (undo: base_format="full")')
