@@ -3,7 +3,7 @@
 import ast
 import importlib.metadata
 import itertools
-import re
+import os
 import subprocess
 import sys
 import tomllib
@@ -24,10 +24,18 @@ def test_public_names_are_sorted_and_resolve():
     assert not hasattr(qerl_trl, "NoSuchThing")
 
 
-def test_shipped_files_are_in_the_wheel():
-    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for folder in re.findall(r'_named\(name, "(\w+)"', (ROOT / "src/qerl_trl/support/recipes.py").read_text()):
-        assert included["force-include"][f"examples/{folder}"] == f"qerl_trl/examples/{folder}"
+def test_the_wheel_plans_and_trains_in_an_empty_folder(tmp_path):
+    """It has the recipes, tasks, embedded model and shapes."""
+    site, empty, python = tmp_path / "site", tmp_path / "empty", sys.executable
+    pip = [python, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT], check=True)
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, *tmp_path.glob("*.whl")], check=True)
+    empty.mkdir()
+    options = ["--max_steps", "1", "--eval_problems", "4", "--per_device_train_batch_size", "16"]
+    for words in (["plan", "--config", "qwen3-8b"], ["train", "--config", "embedded", *options]):
+        environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        subprocess.run([python, site / "bin/qerl-trl", *words], check=True, cwd=empty, env=environment)
+    assert (empty / "runs/embedded/adapter_model.safetensors").is_file()
 
 
 def test_every_import_is_of_a_declared_dependency():
