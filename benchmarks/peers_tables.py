@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tests import window as window_of_versions
 from tests.peers.run import ASKED_OF_THE_ADAPTER
@@ -29,14 +28,10 @@ def tuners() -> str:
 
 def peers() -> str:
     """TRL's own tests on our trainers, and every difference in words."""
-    return peers_of(json.loads(PEERS.read_text()))
-
-
-def peers_of(record: dict[str, Any]) -> str:
+    record = json.loads(PEERS.read_text())
     known = ("passed", ASKED_OF_THE_ADAPTER, "failed", "skipped")
-    outcomes = [
-        name for name in known if name != ASKED_OF_THE_ADAPTER or any(name in of for of in record["counts"].values())
-    ]
+    asked = any(ASKED_OF_THE_ADAPTER in of for of in record["counts"].values())
+    outcomes = [name for name in known if asked or name != ASKED_OF_THE_ADAPTER]
     rows = [f"| trainers | {' | '.join(outcomes)} | otherwise than in stock |", "|---" * (len(outcomes) + 2) + "|"]
     reasons: dict[tuple[str, str], int] = {}
     for arm, counts in record["counts"].items():
@@ -46,13 +41,10 @@ def peers_of(record: dict[str, Any]) -> str:
         for words in why:
             reasons[arm, words] = reasons.get((arm, words), 0) + 1
     versions, source = record["versions"], PEERS.relative_to(ROOT)
-    return (
-        "\n".join(rows)
-        + "\n\nThe differences, all of them:\n\n"
-        + "\n".join(
-            f"- {arm}, {count} {'test' if count == 1 else 'tests'}: {words}" for (arm, words), count in reasons.items()
-        )
-        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers "
+    rows += ["", "The differences, all of them:", ""]
+    rows += [f"- {arm}, {count} test{'s' * (count > 1)}: {words}" for (arm, words), count in reasons.items()]
+    return "\n".join(rows) + (
+        f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers "
         f"{versions['transformers']}, peft {versions['peft']}, torch {versions['torch']}, on a CPU, "
         f"commit {record['commit']}, [{source.name}]({source})."
     )

@@ -80,15 +80,11 @@ def acceptance() -> str:
         commits, device = [run["commit"] for run in record["runs"]], record["device"].partition(" x ")[0]
         notes.append(measured_by(path, device, commits, vLLM=record["versions"]["vllm"]))
     heads = ["configuration", "arm", "GPU", "card, GiB", "taken, GiB", "ready after, s", "whole run, s", ""]
-    return (
-        table(heads, rows, left=3)
-        + f"\n\nRandom weights; seconds are those of runs side by side. {'; '.join(notes)}.\n\nNot run to the end: "
-        + "; ".join(
-            f"{', '.join(names)} in {'any arm' if missing == ARMS else ', '.join(missing)}"
-            for missing, names in _missing().items()
-            if missing
-        )
-        + "."
+    arms = {missing: "any arm" if missing == ARMS else ", ".join(missing) for missing in _missing() if missing}
+    left = "; ".join(f"{', '.join(names)} in {arms[of]}" for of, names in _missing().items() if of)
+    return table(heads, rows, left=3) + (
+        f"\n\nRandom weights; seconds are those of runs side by side. {'; '.join(notes)}.\n\nNot run to the end: "
+        f"{left}."
     )
 
 
@@ -170,6 +166,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": speed_tables.step,
     "tuners": peers_tables.tuners,
     "update": speed_tables.update,
+    "w4a8": speed_tables.w4a8,
     "window": peers_tables.window,
 }
 EVIDENCE = evidence.Evidence()
