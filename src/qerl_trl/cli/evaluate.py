@@ -1,8 +1,12 @@
 """`qerl-trl eval`: accuracy of a model or a run on a benchmark, own data or a task."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 def evaluate(
     model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
     task: Annotated[
-        str | None, typer.Option(help="YAML file or shipped name: its held-out problems, greedily.")
+        str | None, typer.Option(help="YAML file or shipped name: its held-out problems, greedily. Default: the run's.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="gsm8k (default), math500, amc23, aime24, aime25; a file...")] = None,
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="Engine that generates.")] = "transformers",
@@ -106,14 +110,15 @@ def _chosen(
         if data is not None:
             raise ValueError(f"--task {named} has problems of its own, so --data {data} is not read. Leave one out.")
         task = Task.read(task_file(named))
-        held_out = task.splits()[1]
-        return dataclasses.replace(_protocol_of(task, held_out, settings), **said), Path(named).stem, task, held_out
+    else:
+        task = _task_of(folder) if data is None else None
+    if task is not None:
+        held_out, name = task.splits()[1], Path(named).stem if named else re.sub(r"\W+", "-", task.label)
+        return dataclasses.replace(_protocol_of(task, held_out, settings), **said), name, task, held_out
     name = "gsm8k" if data is None else data if data in evaluation.PROTOCOLS else "local"
     chosen = evaluation.PROTOCOLS.get(name) or evaluation.Protocol(str(data), system_prompt=None, grader="auto")
     chosen = dataclasses.replace(chosen, **said)
     if data is None:
-        if (run_task := _task_of(folder)) is not None:
-            note(f"The run was measured on its task, {run_task}. This measures gsm8k; pass --task FILE for the task.")
         return chosen, name, None, None
     problems = evaluation.load_problems(chosen, limit)
     require_references(problems["answer"], chosen.grader)
@@ -203,15 +208,27 @@ def _in_vllm(
     return evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options), weights
 
 
-def _task_of(model: Path) -> str | None:
-    """Return the task in the run's results in `model`; None for GSM8K, or without results."""
+def _task_of(model: Path) -> "Task | None":
+    """Return the task of the run in `model`, from its command; None for GSM8K, or without results."""
     from qerl_trl.tasks.evaluation import PROTOCOLS
+    from qerl_trl.tasks.script import Script
 
     try:
         results = json.loads((model / RESULTS_NAME).read_text())
     except (OSError, ValueError):
         return None
-    return None if results.get("dataset") == PROTOCOLS["gsm8k"].dataset else results.get("task")
+    named = results.get("task")
+    if named is None or results.get("dataset") == PROTOCOLS["gsm8k"].dataset:
+        return None
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            task = Script.parse(argv=shlex.split(results["command"])[3:]).task
+    except (OSError, ValueError, KeyError):
+        task = None
+    if task is None or task.label != named:
+        note(f"The run's task, {named}, is not found here. This measures gsm8k; pass --task FILE for the task.")
+        return None
+    return task
 
 
 def _output_file(output: Path | None, model: Path, name: str, limit: int | None) -> Path | None:

@@ -73,11 +73,18 @@ def train(
     task: Annotated[
         str | None, typer.Option(help="YAML file of a task, or a shipped one's name. Default: the configuration's.")
     ] = None,
+    data: Annotated[str | None, typer.Option(help="Your problems, in place of a task: a .jsonl file...")] = None,
+    reward: Annotated[str | None, typer.Option(help="Your reward for --data: file.py:function.")] = None,
     num_processes: NumProcesses = None,
     accelerate_config: AccelerateConfig = None,
 ) -> None:
     """Train with examples/grpo_gsm8k.py. Further options are fields of QeRLConfig, TRL's ModelConfig and a task."""
     arguments = list(context.args)
+    if (task and data) or (reward and not data):
+        raise ValueError("--reward is for the problems of --data, and --data replaces --task. Pass --data FILE alone.")
+    if data is not None:
+        task = "own"
+        arguments += ["--dataset_name", data, *(["--reward_funcs", reward] if reward else ["--grader", "auto"])]
     if task is not None:
         arguments += ["--task", str(task_file(task))]
     if config is not None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -191,7 +192,7 @@ class _Run:
             "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
             "device": hardware(args),
             "versions": versions(),
-            "command": " ".join(["accelerate launch", *redacted_words(sys.argv)]),
+            "command": shlex.join(["accelerate", "launch", *redacted_words(sys.argv)]),
             "log_history": trainer.state.log_history,
         }
         if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained earlier, only evaluated again
