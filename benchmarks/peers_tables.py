@@ -51,31 +51,16 @@ def peers() -> str:
 
 
 def notebooks() -> str:
-    """TRL's notebooks as runs of this package, and their changed lines."""
+    """TRL's notebooks as runs of this package."""
     record = json.loads(NOTEBOOKS.read_text())
-    common, *more = [list(map(tuple, row["diff"])) for row in record["notebooks"].values()]
-    shared = [pair for pair in common if all(pair in other for other in more)]
-    parts = ["The lines that all of them change:", _diff(shared)]
-    for name, row in record["notebooks"].items():
-        own = [tuple(pair) for pair in row["diff"] if tuple(pair) not in shared]
-        parts.append(f"`{name}`: {row['outcome']}" + (", with these lines changed as well:" if own else "."))
-        parts += [_diff(own)] if own else []
+    ran = ", ".join(f"`{name}`: {row['outcome']}" for name, row in record["notebooks"].items())
     left = "; ".join(f"`{name}` ({why})" for name, why in record["left out"].items())
     versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
-    return "\n\n".join(parts) + (
-        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, "
-        f"transformers {versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, "
-        f"[{source.name}]({source})."
+    return (
+        f"{ran}. Left out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, "
+        f"transformers {versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}; the "
+        f"changed lines are in [{source.name}]({source})."
     )
-
-
-def _diff(pairs: list[tuple[str, str]]) -> str:
-    lines: list[str] = []
-    for old, new in pairs:
-        before, after = old.strip("\n").splitlines(), new.strip("\n").splitlines()
-        lines += [f"-{line}" for line in before if line.strip() and line not in after]
-        lines += [f"+{line}" for line in after if line.strip() and line not in before]
-    return "\n".join(["```diff", *lines, "```"])
 
 
 def window() -> str:
@@ -84,17 +69,10 @@ def window() -> str:
     optional = [p for p in window_of_versions.OPTIONAL if any(p in row["versions"] for row in record.values())]
     packages = [*window_of_versions.PACKAGES, *optional]
     rows = [f"| | {' | '.join(packages)} | passed | failed | skipped |", "|" + "---|" * (len(packages) + 4)]
-    ran: dict[tuple[str, str], list[str]] = {}
     for name, row in record.items():
         counts = [str(row["passed"]), str(len(row["failed"])), str(row["skipped"])]
         versions = [row["versions"].get(package, "" if package in optional else "not recorded") for package in packages]
         rows.append(f"| {' | '.join([name, *versions, *counts])} |")
-        tests = ", ".join(f"`{test}`" for test in sorted(row["tests"]))
-        ran.setdefault((tests, row["commit"]), []).append(name)
     failed = sorted({test for row in record.values() for test in row["failed"]})
-    why = "".join(f"- `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}\n" for test in failed)
-    of = "".join(f"- {' and '.join(names)}: {tests}, commit {commit}\n" for (tests, commit), names in ran.items())
-    return "\n".join(rows) + (
-        (f"\n\nWhat failed:\n\n{why}" if failed else "\n")
-        + f"\nThe tests, on a CPU ([{WINDOW.name}]({WINDOW.relative_to(ROOT)})):\n\n{of}"
-    ).rstrip("\n")
+    rows += ["", *(f"Failed: `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}." for test in failed)]
+    return "\n".join([*rows, f"On a CPU; tests and commits are in [{WINDOW.name}]({WINDOW.relative_to(ROOT)})."])

@@ -33,6 +33,7 @@ ACCEPTANCE = [ROOT / f"benchmarks/results/acceptance_{device}.json" for device i
 ARMS = ("nvfp4", "nvfp4 without noise", "bf16", "bf16 with noise", "nf4", "full")
 #: field of a run's times -> description of the event
 SEEN = {"ready_s": "it was ready", "evaluated_s": "the held-out problems were answered", "trained_s": "its steps"}
+EMBEDDED_ARMS = ROOT / "benchmarks/results/embedded_arms.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
@@ -128,10 +129,28 @@ def demo() -> str:
     )
 
 
+def arms() -> str:
+    """The embedded model in four arms over seeds."""
+    record, rows = json.loads(EMBEDDED_ARMS.read_text()), []
+    runs, mean = sorted(record["runs"], key=lambda run: run["seed"]), statistics.mean
+    for arm in ("NVFP4 + AQN", "NVFP4", "bf16 + AQN", "bf16"):
+        of = [run for run in runs if run["arm_name"] == arm]
+        after = [100 * run["after"]["accuracy"] for run in of]
+        gain = [100 * run["difference"]["value"] for run in of]
+        sure = 100 * min(run["difference"]["interval95"][0] for run in of)
+        entropy = [mean(mean(run["curves"]["entropy"][part]) for run in of) for part in (slice(10), slice(-10, None))]
+        seeds, before = ", ".join(f"{x:.1f}" for x in after), f"{100 * of[0]['before']['accuracy']:.1f}"
+        cells = [before, f"{mean(after):.1f} ({seeds})", f"+{mean(gain):.1f}, sd {statistics.stdev(gain):.1f}"]
+        rows.append([arm, *cells, f"+{sure:.1f}", " -> ".join(f"{x:.3f}" for x in entropy)])
+    heads = ["arm", "before, %", "after: mean (seeds), %", "gain, points", "its lowest 95 % bound"]
+    return table([*heads, "entropy, first and last ten steps"], rows) + (
+        f"\n\n{runs[0]['steps']} steps, {runs[0]['after']['total']} held-out problems. "
+        f"{measured_by(EMBEDDED_ARMS, runs[0]['device'], [record['commit']], trl=runs[0]['versions']['trl'])}."
+    )
+
+
 def real_model() -> str:
     """The result of `make demo-real`."""
-    if not demos.REAL_RESULT.is_file():
-        return "No whole run is recorded yet."
     record, source = json.loads(demos.REAL_RESULT.read_text()), demos.REAL_RESULT.relative_to(ROOT)
     return (
         f"{demos.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
@@ -142,6 +161,7 @@ def real_model() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "acceptance": acceptance,
     "architectures": architectures,
+    "arms": arms,
     "cards": cards,
     "cards_bf16": kernel_tables.cards_bf16,
     "demo": demo,
