@@ -8,11 +8,7 @@ import pytest
 from datasets import Dataset, Features, Image, Value
 from peft import LoraConfig
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from qerl_trl import QeRLRLOOTrainer, from_pretrained
 from qerl_trl.checkpoint import settings as identity

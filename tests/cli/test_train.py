@@ -111,15 +111,12 @@ def test_train_runs_the_example(monkeypatch):
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     script, config = str(ROOT / "examples/grpo_gsm8k.py"), str(ROOT / "examples/configs/embedded.yaml")
     file, model = str(ROOT / "examples/accelerate/fsdp2_2.yaml"), ["--model_name_or_path", "a_b"]
-    own = str(ROOT / "examples/tasks/own.yaml")
+    task, own = str(ROOT / "examples/tasks/own.yaml"), [sys.executable, script, "--dataset_name"]
     for words, expected in (
         (["--config", "embedded", "--aqn", "false"], [sys.executable, script, "--aqn", "false", "--config", config]),
         (["--num-processes", "2", *model], [*LAUNCH, "--num_processes", "2", script, *model]),
         (["--num_processes", "1"], [sys.executable, script]),
-        (
-            ["--data", "d.jsonl", "--reward", "r.py:f"],
-            [sys.executable, script, "--dataset_name", "d.jsonl", "--reward_funcs", "r.py:f", "--task", own],
-        ),
+        (["--data", "d", "--reward", "r:f"], [*own, "d", "--reward_funcs", "r:f", "--task", task]),
         (
             ["--accelerate_config", "fsdp2_2", "--num_processes", "4"],
             [*LAUNCH, "--config_file", file, "--num_processes", "4", script],

@@ -14,12 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, MixtralConfig, MixtralForCausalLM
 
 from qerl_trl.nvfp4 import quantizer
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained, pretrained_kwargs

@@ -72,12 +72,7 @@ def test_a_write_makes_the_layer_dense(layer, write):
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        lambda w: w[0].fill_(1),
-        lambda w: w.T.add_(1),
-        lambda w: torch.add(w[0], 1, out=w[0]),
-    ],
+    "write", [lambda w: w[0].fill_(1), lambda w: w.T.add_(1), lambda w: torch.add(w[0], 1, out=w[0])]
 )
 def test_a_write_to_a_part_that_would_be_lost_is_refused(layer, write):
     before = layer.dequantize()

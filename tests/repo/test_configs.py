@@ -1,11 +1,17 @@
 """Every shipped configuration on cards of every size: it starts, or the message has a remedy; headers are computed.
 
-`python -m tests.repo.test_configs` rewrites the headers.
+`python -m tests.repo.test_configs` rewrites the headers and shapes.json, from which `qerl-trl plan` plans at once.
 """
 
 import dataclasses
+import hashlib
+import json
 import re
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -59,6 +65,31 @@ def write_headers() -> None:
         lines = [line for line in path.read_text().splitlines() if not line.startswith(("# Starts on", "# (in one"))]
         lines.insert(next(i for i, line in enumerate(lines) if not line.startswith("#")), header(name))
         path.write_text("\n".join(lines) + "\n")
+    rows = (f'"{name}": {json.dumps(row)}' for name, row in shipped().items())
+    (CONFIGS / "shapes.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def shipped() -> dict[str, Any]:
+    """Content of shapes.json: of each recipe its digest, its model's shape, and its workload."""
+    found: dict[str, Any] = {}
+    for name in [*MODELS, *sorted(ON_A_CPU - {"smollm2"})]:
+        file = CONFIGS / f"{name}.yaml"
+        model, work = workload_of_file(file, PROMPT)
+        shape = SHAPES[name] if name in SHAPES else shape_of(CONFIGS.parents[1] / str(model))
+        content = dataclasses.asdict(shape)
+        content["linears"] = [[*size, layers] for size, layers in Counter(shape.linears).items()]
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        found[name] = {"sha256": digest, "shape": content, "work": dataclasses.asdict(work)}
+    return found
+
+
+def test_a_shipped_recipe_is_planned_without_torch():
+    assert json.loads((CONFIGS / "shapes.json").read_text()) == json.loads(json.dumps(shipped()))
+    words = ["-m", "qerl_trl.cli.main", "plan", "--config", "qwen3.5-9b", "--card", "RTX 4090", "--json"]
+    done = subprocess.run([sys.executable, "-X", "importtime", *words], capture_output=True, text=True)
+    assert done.stderr and not re.search(r"\btorch$", done.stderr, re.MULTILINE)
+    made = json.loads(json.dumps(dataclasses.asdict(plan("qwen3.5-9b", Gpu(24 * 10**9)))))
+    assert json.loads(done.stdout) | made == json.loads(done.stdout)
 
 
 def test_every_configuration_is_in_a_list():

@@ -26,16 +26,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def changed(script: str) -> list[tuple[str, str]]:
-    """(TRL's line, ours) of each line with TRL's in a comment."""
-    marked = re.findall(r"^( *)(.*)  # TRL: (.*)$", script, re.MULTILINE)
-    return [(indent + theirs, indent + ours) for indent, ours, theirs in marked]
+#: TRL's line in a comment, and ours
+CHANGED = re.compile(r"^# TRL: (.*)\n(.*)\n", re.MULTILINE)
 
 
 def test_the_changed_import_is_the_diff_of_the_documentation():
     page = (ROOT / "docs/source/index.md").read_text()
     diff = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines()
-    ((theirs, ours),) = changed(blocks("python")[0])
+    ((theirs, ours),) = CHANGED.findall(blocks("python")[0])
     assert diff == [f"-{theirs}", f"+{ours}"] and len(README.splitlines()) <= 90
 
 
@@ -47,9 +45,7 @@ def test_the_changed_import_turns_a_trl_script_into_ours(tiny_model_dir, tiny_to
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
     monkeypatch.chdir(tmp_path)
     script = blocks("python")[0]
-    stock = script
-    for theirs, ours in changed(script):
-        stock = stock.replace(f"{ours}  # TRL: {theirs.strip()}", theirs)
+    stock = CHANGED.sub(r"\1\n", script)
     for text, name in ((stock, "GRPOTrainer"), (script, "QeRLGRPOTrainer")):
         small = text.replace("Qwen/Qwen2.5-3B-Instruct", str(local))  # the same script, small
         small = small.replace('output_dir="out"', f'output_dir="{name}", max_completion_length=4, use_cpu=True')

@@ -106,12 +106,10 @@ def _chosen(
 
     said = {"chat_template_kwargs": recorded_template_kwargs(settings), **said}
     said = {name: value for name, value in said.items() if value is not None}
-    if named is not None:
-        if data is not None:
-            raise ValueError(f"--task {named} has problems of its own, so --data {data} is not read. Leave one out.")
-        task = Task.read(task_file(named))
-    else:
-        task = _task_of(folder) if data is None else None
+    if named is not None and data is not None:
+        raise ValueError(f"--task {named} has problems of its own, so --data {data} is not read. Leave one out.")
+    own = Task.read(task_file(named)) if named is not None else None
+    task = _task_of(folder) if named is None and data is None else own
     if task is not None:
         held_out, name = task.splits()[1], Path(named).stem if named else re.sub(r"\W+", "-", task.label)
         return dataclasses.replace(_protocol_of(task, held_out, settings), **said), name, task, held_out

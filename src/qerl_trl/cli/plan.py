@@ -1,6 +1,8 @@
 """Commands that plan a run: `plan`, its memory from shapes alone; `tune`, the kernels measured on this GPU."""
 
 import contextlib
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..support.recipes import config_file
+from ..support.recipes import config_file, examples_folder
 from .train import AsJson, TrustRemoteCode, note, print_result
 
 if TYPE_CHECKING:
@@ -70,11 +72,15 @@ def plan(
         raise ValueError("--fsdp and --zero2 are two ways to share between GPUs: give one, and how many with --gpus.")
     one_gpu = Gpu.of_gib(gpu_gib or 80.0) if card in (None, "cpu") else gpu_of_card(card)
     said = [name for name in _OF_A_FILE if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    named, work = _workload(context.params, said)
+    shipped = _shipped(config) if config is not None and model is None else None
+    if shipped is not None and not said and (tensor_parallel, prompt_length, gpus) == (None, 512, 1):
+        named, work = config, shipped[1]
+    else:
+        named, work = _workload(context.params, said)
     model = model or named
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
-    shape = _shape_of(model, work)
+    shape = _shape_of(model, work) if shipped is None else shipped[0]
     work = work.on_a_cpu() if card == "cpu" else work
     if work.cpu and card in (None, "cpu"):
         one_gpu = Gpu.of_machine(gpu_gib)
@@ -86,6 +92,22 @@ def plan(
     print_result(content, as_json, [*lines, made.table(), made.verdict()])
     if not made.fits:
         raise typer.Exit(1)
+
+
+def _shipped(config: str) -> tuple["Shape", "Workload"] | None:
+    """Return the stored shape and workload of an unchanged shipped recipe, which need neither torch nor the Hub."""
+    from qerl_trl.memory.delta_nets import DeltaNets
+    from qerl_trl.memory.formulas import Shape
+    from qerl_trl.memory.workload import Workload
+
+    file = config_file(config)
+    stored = json.loads((examples_folder() / "configs/shapes.json").read_text()).get(file.stem)
+    if stored is None or stored["sha256"] != hashlib.sha256(file.read_bytes()).hexdigest():
+        return None
+    given = stored["shape"]
+    given["linears"] = tuple((n, k) for n, k, layers in given["linears"] for _ in range(layers))
+    given["delta_nets"] = DeltaNets(**given["delta_nets"]) if given["delta_nets"] else None
+    return Shape(**given), Workload(**stored["work"])
 
 
 def _shape_of(model: str, work: "Workload") -> "Shape":

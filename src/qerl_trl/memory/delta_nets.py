@@ -5,11 +5,10 @@ key_heads + V n the width of the causal convolution, and C the tokens of a chunk
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PretrainedConfig
-
-from ..nvfp4.architectures import delta_net_layers
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 #: tokens of a chunk, in transformers' own code and in flash-linear-attention
 CHUNK = 64
@@ -30,8 +29,10 @@ class DeltaNets:
     state_bytes: int = 2
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "DeltaNets | None":
+    def of(cls, config: "PretrainedConfig") -> "DeltaNets | None":
         """Read the sizes from a text decoder's configuration; None without gated delta nets."""
+        from ..nvfp4.architectures import delta_net_layers
+
         layers = delta_net_layers(config)
         if not layers:
             return None

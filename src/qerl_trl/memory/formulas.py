@@ -11,24 +11,14 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-)
-
-from ..nvfp4.architectures import delta_net_layers
-from ..nvfp4.checkpoints import Selection, divided, expert_tensors
-from ..support.files import named_in_errors
-from ..update import packing
 from .delta_nets import DeltaNets
 from .workload import MAX_BATCHED_TOKENS, Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
 
 # Measured on an H200 (benchmarks/results/memory_h200.json)
 #: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured),
@@ -118,8 +108,22 @@ class Shape:
 _MLP = ("intermediate_size", "ffn_dim", "n_inner")
 
 
-def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shape:
+def shape_of(model: "str | os.PathLike | PretrainedConfig", **kwargs: Any) -> Shape:
     """Read a model's shape from its configuration (folder, Hub id or config object). No weights are read."""
+    import torch
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        PretrainedConfig,
+    )
+
+    from ..nvfp4.architectures import delta_net_layers
+    from ..nvfp4.checkpoints import Selection, divided, expert_tensors
+    from ..support.files import named_in_errors
+    from ..update import packing
+
     config = model
     if not isinstance(config, PretrainedConfig):
         with named_in_errors(config, "config.json"):
@@ -163,7 +167,7 @@ class ModelBytes:
     trained_parameters: int
 
 
-def model_bytes(model: nn.Module) -> ModelBytes:
+def model_bytes(model: "nn.Module") -> ModelBytes:
     """Count the bytes of a model in memory; storage shared by tensors counts once."""
     storages: dict[tuple[int, str], tuple[int, bool]] = {}
     sizes, trained_parameters = {False: 0, True: 0}, 0
@@ -231,9 +235,14 @@ def engine_copy_bytes(shape: Shape, work: Workload) -> int:
 def aligned_scale_bytes(shape: Shape, tensor_parallel: int = 1) -> int:
     """Count the second copy of block scales on each rank of an engine, in aligned rows for Hopper's kernels, of layers
     with K not a multiple of 256. Ranks may split rows or columns; the larger of the two counts."""
-    import qerl_nvfp4
 
     def held(n: int, k: int) -> int:
+        if k % 256 == 0:
+            return 0
+        import torch
+
+        import qerl_nvfp4
+
         scales = torch.empty(n, k // 16, dtype=torch.uint8, device="meta")
         aligned = qerl_nvfp4.align_scale_rows(scales)
         return 0 if aligned is scales else aligned.untyped_storage().nbytes()

@@ -12,13 +12,14 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from . import formulas
 from .formulas import ModelBytes, Shape
 from .workload import LARGER_STEPS, Workload
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 2**30
 _KV_CACHE = "KV cache"
@@ -48,8 +49,10 @@ class Gpu:
         return cls(total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), formulas.CPU_PROCESS_BYTES)
 
     @classmethod
-    def current(cls, device: torch.device) -> "Gpu":
+    def current(cls, device: "torch.device") -> "Gpu":
         """Read the GPU's present state. torch's unused cache counts as free; half of `CONTEXT_BYTES` is yet to come."""
+        import torch
+
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device)

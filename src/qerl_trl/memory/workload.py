@@ -6,11 +6,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
+from ..update import padded
 
-from ..update import batches, row
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +86,14 @@ class Workload:
         if not self.packed:
             return self.batch * self.length
         prompts = -(-self.batch // max(1, self.generations))
-        return row.padded(prompts * (self.prompt_length - 1) + self.batch * self.completion_length)
+        return padded(prompts * (self.prompt_length - 1) + self.batch * self.completion_length)
 
     @property
     def keys(self) -> int:
         """Tokens read by attention: in a packed row, each sequence's own prompt."""
         if not self.packed:
             return self.tokens
-        return max(self.tokens, row.padded(self.batch * (self.length - 1)))
+        return max(self.tokens, padded(self.batch * (self.length - 1)))
 
     @property
     def step_tokens(self) -> int:
@@ -215,6 +216,8 @@ def workload_of(
 
 def _together(args: Any) -> int:
     """Count a prompt's completions that surely share a backward pass when `update/batches.py` deals a rollout."""
+    from ..update import batches
+
     batch, count = args.per_device_train_batch_size, args.num_generations
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     dealt = steps == 1 or (accumulation % steps == 0 and batches.order_is_free(args))
@@ -353,7 +356,7 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
                 yield len(ids)
 
 
-def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
+def dtype_bytes_of(dtype: "torch.dtype | str | None", base_format: str) -> int:
     """Return the bytes per unquantized number; by default bf16 for an adapter's base, float32 for a trained model."""
     if dtype is None or dtype == "auto":
         return 4 if base_format == "full" and dtype is None else 2

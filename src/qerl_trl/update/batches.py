@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from . import row
+from . import padded, row
 from .one_pass import TOP_IDS
 
 #: log-probabilities (B, L), entropies (B, L) or None, load-balancing loss or None
@@ -333,7 +333,7 @@ def _size(sequences: list[row.Sequence], share: bool) -> tuple[int, int]:
         tokens += sequence.further if share and sequence.key in seen else sequence.tokens
         keys += sequence.tokens
         seen.add(sequence.key)
-    return row.padded(tokens), row.padded(keys)
+    return padded(tokens), padded(keys)
 
 
 @dataclass

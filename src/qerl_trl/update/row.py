@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import MULTIPLE
 from .attention import Segments
 
-#: a row's tokens are padded to a multiple of this
-MULTIPLE = 64
 _IGNORED = -100
 
 
@@ -46,11 +45,6 @@ class Sequence:
     def further(self) -> int:
         """Tokens to compute if it shares a prompt."""
         return max(len(self.completion), 1)
-
-
-def padded(tokens: int) -> int:
-    """Return a row's tokens including its final segment of zeros, at least one token long."""
-    return (tokens // MULTIPLE + 1) * MULTIPLE
 
 
 def sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> list[Sequence]:
