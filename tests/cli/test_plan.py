@@ -79,7 +79,7 @@ def test_options_out_of_range_are_refused_before_the_network(words, message):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("max_completion_lenght: 16000", "There is --max_completion_length"),
+        ("max_completion_lenght: 16000", "Did you mean --max_completion_length"),
         ("max_completion_length: -4", "max_completion_length=-4 is out of range"),
         ("vllm_engine_kwargs: '{foo'", "vllm_engine_kwargs is not JSON"),
         ("task: nowhere", "task: nowhere is no file here or beside run.yaml"),

@@ -127,7 +127,7 @@ def test_train_runs_the_example(monkeypatch):
     assert "fsdp2_2, fsdp2_4" in call("train", "--accelerate_config", "fsdp9")[2]
     assert "--data replaces --task" in call("train", "--reward", "r.py:f")[2]
     code, _, err = call("train", "--config", "gpt9")
-    assert code == 2 and "embedded" in err
+    assert code == 2 and "embedded" in err and "Did you mean qwen3-8b" in call("train", "--config", "qwen-8b")[2]
 
 
 def test_progress_of_a_quick_command_leaves_a_log_alone(capsys):

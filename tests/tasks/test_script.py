@@ -102,9 +102,9 @@ def test_a_model_without_a_recipe_gets_no_value_of_the_embedded_one(words, capsy
 
 
 def test_an_unknown_option_is_refused_with_similar_ones(parse):
-    with pytest.raises(ValueError, match=r"--max_stepps: unknown option .* There is --max_steps"):
+    with pytest.raises(ValueError, match=r"--max_stepps: unknown option .* Did you mean --max_steps"):
         parse("--max_stepps", "3", recipe="learning_rate: 1.0e-5\n")
-    with pytest.raises(ValueError, match=r"--reward_func --zebra=1: unknown option .* There is --reward_funcs"):
+    with pytest.raises(ValueError, match=r"--reward_func --zebra=1: unknown option .* Did you mean --reward_funcs"):
         parse("--zebra=1", recipe="reward_func: [own.py:shouted]\n")
     taken = {field.name for kind in (QeRLConfig, ModelConfig) for field in dataclasses.fields(kind)}
     assert not taken & {*PARSED, "task", "eval_problems"}  # no option has two homes

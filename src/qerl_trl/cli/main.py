@@ -6,9 +6,11 @@ Exit codes: 0 done; 1 failed (a file, the hub, a run); 2 bad request (option or 
 
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..support import secrets
 from . import evaluate, make, plan, train
 
@@ -20,14 +22,31 @@ _HERE = ("qerl_trl.", "qerl_nvfp4.", "trl.trainer.grpo_config", "trl.trainer.rlo
 INTERRUPTED = 130
 
 app = typer.Typer(
-    help="Reinforcement learning of LLMs on a frozen 4-bit (NVFP4) base: train, measure, merge, quantize, publish.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     # accept --max_new_tokens and --max-new-tokens: TRL's options use the first spelling, these the second
-    context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},
+    context_settings={
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
     pretty_exceptions_enable=False,  # its tracebacks can show local variables, the Hub token among them
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"qerl-trl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Reinforcement learning of LLMs on a frozen 4-bit (NVFP4) base: train, measure, merge, quantize, publish."""
+
 
 # order of `--help`
 app.command()(make.quantize)

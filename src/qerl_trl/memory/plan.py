@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..support.recipes import meant
 from . import formulas
 from .formulas import ModelBytes, Shape
 from .workload import LARGER_STEPS, Workload
@@ -389,7 +390,7 @@ def gpu_of_card(name: str) -> Gpu:
         return Gpu((int(said[1]) if said else known[plain]) * 10**9)
     raise ValueError(
         f"--card {name!r} is older than Ampere (compute capability 8.0, for bf16), or is none of "
-        f"{', '.join(CARDS | OTHERS)}. Give --gpu-gib instead."
+        f"{', '.join(CARDS | OTHERS)}.{meant(name, CARDS | OTHERS)} Give --gpu-gib instead."
     )
 
 

@@ -1,5 +1,7 @@
 """Find the package's scripts, recipes, tasks and embedded models, and read recipes and tasks."""
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,9 +40,15 @@ def _named(name: str, kind: str, option: str, where: str = "") -> Path:
     places = (Path(name), examples.parent / name, folder / name, folder / f"{name}.yaml")
     found = next((path for path in places if path.is_file()), None)
     if found is None:
-        shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ValueError(f"{option} {name} is no file{where}, and not one of the shipped ones: {shipped}.")
+        shipped = sorted(path.stem for path in folder.glob("*.yaml"))
+        raise ValueError(f"{option} {name} is no file{where}.{meant(name, shipped)} Shipped: {', '.join(shipped)}.")
     return found
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean ...?" with similar names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 3, 0.7)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def parser_of(kinds: Any, **options: Any) -> Any:

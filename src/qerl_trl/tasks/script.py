@@ -9,7 +9,6 @@ script.train(QeRLGRPOTrainer(**script.trainer_arguments()))
 """
 
 import dataclasses
-import difflib
 import importlib.util
 import logging
 import os
@@ -32,7 +31,7 @@ from ..publish.gguf import folder_of
 from ..publish.load import require_adapter
 from ..run.folder import clear
 from ..support.files import check_name, named_in_errors
-from ..support.recipes import OPTIONS, config_file, contents, examples_folder, parser_of, task_file
+from ..support.recipes import OPTIONS, config_file, contents, examples_folder, meant, parser_of, task_file
 from ..support.secrets import check_places
 from .run import train_and_measure
 from .task import PARSED, Task, TaskArguments
@@ -194,8 +193,7 @@ def _check_known(rest: Sequence[str]) -> None:
         return
     known = [f"--{name}" for name in _NAMES]
     said = [word for word in rest if word.startswith("--")] or list(rest)
-    near = [name for word in said for name in difflib.get_close_matches(word.partition("=")[0], known, 3, 0.7)]
-    hint = f" There is {', '.join(dict.fromkeys(near))}." if near else ""
+    hint = "".join(dict.fromkeys(meant(word.partition("=")[0], known) for word in said))
     raise ValueError(f"{' '.join(said)}: unknown option in the recipe or on the command line.{hint} {OPTIONS}")
 
 
