@@ -187,11 +187,11 @@ class Evidence:
                     cells.append(f"{percent(*after)} ({', '.join(map(percent, after))})" if after else "-")
                 if runs:
                     before = percent(*(accuracy(row, "test", "before") for row in runs))
-                    rows.append(
-                        [task, starred(arm), f"{runs[0]['noise']}, {runs[0]['learning_rate']:g}", before, *cells]
-                    )
+                    chosen = f"{runs[0]['noise']}, {runs[0]['learning_rate']:g}"
+                    rows.append([task, starred(arm), chosen, before, *cells])
         heads = ["task", "arm", "noise, rate", "test before", "test after: mean (seeds)", "unseen templates"]
-        text = f"Greedy accuracy in percent before and after {self.content['completions']} completions, by seed."
+        text = f"Greedy accuracy in percent before and after {self.content['completions']} completions, by seed; arms "
+        text += f"below {starred(self.protocol.groups['all'][-1])} are exploratory."
         return self.table(heads, rows, text, left=3)
 
     def comparisons(self) -> str:
@@ -258,7 +258,7 @@ class Evidence:
         found = {}
         for name, title in PLOTS.items():
             series = {}
-            for arm in self.protocol.arms:
+            for arm in self.protocol.groups["all"]:
                 curves = [trailing(row["curves"][name]) for row in self.tested(arm).values()]
                 if curves and (length := min(map(len, curves))):
                     steps = [self.content["completions"] * (i + 5) / (length + 4) for i in range(length)]

@@ -67,7 +67,9 @@ class Protocol:
     def __init__(self, file: Path) -> None:
         self.file, content = file, yaml.safe_load(file.read_text())
         self.content: dict[str, Any] = content
-        self.arms, self.stages, self.noises = content["arms"], content["stages"], content["noises"]
+        further: dict[str, Any] = content.get("further", {})
+        self.groups = {"all": list(content["arms"]), "further": list(further)}
+        self.arms, self.stages, self.noises = content["arms"] | further, content["stages"], content["noises"]
         self.rates, self.problems = content["rates"], content["problems"]
 
         recipe = yaml.safe_load((ROOT / content["config"]).read_text()) | content.get("options", {})
@@ -90,8 +92,8 @@ class Protocol:
         """Options of the training command, but for model, task and folder."""
         from qerl_trl.tasks.arms import ARMS
 
-        own = dict(self.arms[run.arm])
-        found = {**ARMS[own.pop("arm")], **own, **self.noises.get(run.noise, {}), **self.content.get("options", {})}
+        own = {name: value for name, value in self.arms[run.arm].items() if name not in ("like", "rate")}
+        found = {**ARMS[own.pop("arm")], **self.noises.get(run.noise, {}), **own, **self.content.get("options", {})}
         found |= self.stages[run.stage].get("options", {})
         held_out = sum(self.measured(run.stage).values())
         return found | {"learning_rate": run.rate, "seed": run.seed, "data_seed": run.seed, "eval_problems": held_out}
@@ -116,18 +118,21 @@ class Protocol:
 
     def best_noise(self, arm: str, records: Records) -> str:
         """Of validation accuracy at the stage's rate; `none` for an arm without noise."""
+        arm = self.arms[arm].get("like", arm)
         if not self.noisy(arm):
             return "none"
         (rate,) = self.stages["noise"]["rates"]
         return max(self.noises, key=lambda noise: self._tuned(arm, noise, rate, records))
 
     def best_rate(self, arm: str, noise: str, records: Records) -> float:
-        return max(self.rates, key=lambda rate: self._tuned(arm, noise, rate, records))
+        own = self.arms[arm]
+        arm = own.get("like", arm)
+        return own.get("rate") or max(self.rates, key=lambda rate: self._tuned(arm, noise, rate, records))
 
     def planned(self, stage: str, records: Records, measured: Mapping[str, Any]) -> tuple[list[Planned], list[str]]:
         """Runs of a stage, and what the missing ones wait for. `measured`: content of candidates.json."""
         given, task, runs, missing = self.stages[stage], next(iter(self.content["tasks"])), list[Planned](), []
-        for arm in self.arms if given["arms"] == "all" else given["arms"]:
+        for arm in self.groups[given["arms"]] if isinstance(given["arms"], str) else given["arms"]:
             try:
                 task = self.second(measured) if given.get("task") == "second" else task
                 every = given["noises"] == "all" and self.noisy(arm)
