@@ -1,8 +1,10 @@
 """Tables of third-party code on this package: PEFT's tuners, TRL's tests and notebooks, other versions."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
+from speed_tables import table
 from tests import window as window_of_versions
 from tests.peers.run import ASKED_OF_THE_ADAPTER
 
@@ -20,10 +22,9 @@ def tuners() -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, found in record["tuners"].items():
         alike.setdefault(tuple(value.partition(":")[0] for value in found.values()), []).append(name)
-    rows = [f"| tuners | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
-    rows += [f"| {', '.join(names)} | {' | '.join(values)} |" for values, names in alike.items()]
-    source = TUNERS.relative_to(ROOT)
-    return "\n".join(rows) + f"\n\npeft {record['versions']['peft']}, [{source.name}]({source})."
+    source, rows = TUNERS.relative_to(ROOT), [[", ".join(names), *values] for values, names in alike.items()]
+    by = f"\n\npeft {record['versions']['peft']}, [{source.name}]({source})."
+    return table(["tuners", *cells], rows, left=1 + len(cells)) + by
 
 
 def peers() -> str:
@@ -32,20 +33,17 @@ def peers() -> str:
     known = ("passed", ASKED_OF_THE_ADAPTER, "failed", "skipped")
     asked = any(ASKED_OF_THE_ADAPTER in of for of in record["counts"].values())
     outcomes = [name for name in known if asked or name != ASKED_OF_THE_ADAPTER]
-    rows = [f"| trainers | {' | '.join(outcomes)} | otherwise than in stock |", "|---" * (len(outcomes) + 2) + "|"]
-    reasons: dict[tuple[str, str], int] = {}
+    rows, reasons = [], []
     for arm, counts in record["counts"].items():
-        why = [row["why"][arm] for row in record["tests"].values() if arm in row.get("why", {})]
-        otherwise = len(why) - counts.get(ASKED_OF_THE_ADAPTER, 0)
-        rows.append(f"| {arm} | {' | '.join(str(counts.get(outcome, 0)) for outcome in outcomes)} | {otherwise} |")
-        for words in why:
-            reasons[arm, words] = reasons.get((arm, words), 0) + 1
+        why = Counter(row["why"][arm] for row in record["tests"].values() if arm in row.get("why", {}))
+        otherwise = why.total() - counts.get(ASKED_OF_THE_ADAPTER, 0)
+        rows.append([arm, *(str(counts.get(outcome, 0)) for outcome in outcomes), str(otherwise)])
+        reasons += [f"- {arm}, {count} test{'s' * (count > 1)}: {words}" for words, count in why.items()]
     versions, source = record["versions"], PEERS.relative_to(ROOT)
-    rows += ["", "The differences, all of them:", ""]
-    rows += [f"- {arm}, {count} test{'s' * (count > 1)}: {words}" for (arm, words), count in reasons.items()]
-    return "\n".join(rows) + (
-        f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers "
-        f"{versions['transformers']}, peft {versions['peft']}, torch {versions['torch']}, on a CPU, "
+    differences = "\n".join(reasons)
+    return table(["trainers", *outcomes, "otherwise than in stock"], rows) + (
+        f"\n\nThe differences:\n\n{differences}\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, "
+        f"transformers {versions['transformers']}, peft {versions['peft']}, torch {versions['torch']}, on a CPU, "
         f"commit {record['commit']}, [{source.name}]({source})."
     )
 
@@ -68,11 +66,12 @@ def window() -> str:
     record = json.loads(WINDOW.read_text())
     optional = [p for p in window_of_versions.OPTIONAL if any(p in row["versions"] for row in record.values())]
     packages = [*window_of_versions.PACKAGES, *optional]
-    rows = [f"| | {' | '.join(packages)} | passed | failed | skipped |", "|" + "---|" * (len(packages) + 4)]
+    rows = []
     for name, row in record.items():
-        counts = [str(row["passed"]), str(len(row["failed"])), str(row["skipped"])]
         versions = [row["versions"].get(package, "" if package in optional else "not recorded") for package in packages]
-        rows.append(f"| {' | '.join([name, *versions, *counts])} |")
+        rows.append([name, *versions, str(row["passed"]), str(len(row["failed"])), str(row["skipped"])])
     failed = sorted({test for row in record.values() for test in row["failed"]})
-    rows += ["", *(f"Failed: `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}." for test in failed)]
-    return "\n".join([*rows, f"On a CPU; tests and commits are in [{WINDOW.name}]({WINDOW.relative_to(ROOT)})."])
+    notes = [f"Failed: `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}." for test in failed]
+    notes.append(f"On a CPU; tests and commits are in [{WINDOW.name}]({WINDOW.relative_to(ROOT)}).")
+    heads = ["", *packages, "passed", "failed", "skipped"]
+    return table(heads, rows, left=1 + len(packages)) + "\n\n" + " ".join(notes)
