@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from qerl_trl.checkpoint import seal
@@ -82,3 +83,16 @@ def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenize
     monkeypatch.setattr(seal, "recorded_run", lambda folder: {"options": {"compute": "w4a8"}})
     code, out, err = call("eval", tmp_path / "dense", "--data", tmp_path, "--engine", "vllm")
     assert code == 0 and "FP8" not in out, err
+
+
+def test_a_report_is_one_file_with_every_curve_and_completion(finished, tmp_path):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    log = [{"step": i, "reward": 0.5, "aqn/sigma": 0.01, "rollout/mismatch_kl": 0.1 * i} for i in (1, 2)]
+    content = json.loads((run / "results.json").read_text()) | {"log_history": log, "task": "<task>"}
+    (run / "results.json").write_text(json.dumps(content))
+    (run / "completions").mkdir()
+    row = {"step": 1, "prompt": "1+1?", "completion": [{"role": "assistant", "content": "<two>"}], "advantage": 1.0}
+    Dataset.from_list([row]).to_parquet(str(run / "completions/completions_1.parquet"))
+    assert call("report", run)[0] == 0
+    text = (run / "report.html").read_text()
+    assert text.count("<svg") == 3 and "&lt;two&gt;" in text and "&lt;task&gt;" in text and "src=" not in text

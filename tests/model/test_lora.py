@@ -147,10 +147,7 @@ def test_trainable_norms_are_float32_and_keep_the_stream_in_bf16(tiny_model_dir,
     assert model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)  # outside autocast
 
 
-@pytest.mark.parametrize(
-    ("options", "warned"),
-    [({}, ""), ({"attention_dropout": 0.1}, "attention_dropout=0.1")],
-)
+@pytest.mark.parametrize(("options", "warned"), [({}, ""), ({"attention_dropout": 0.1}, "attention_dropout=0.1")])
 def test_dropout_of_the_model_is_warned_of(options, warned, caplog):
     lora = LoraConfig(target_modules="all-linear", lora_dropout=0.05)  # the adapter's own is the user's choice
     warn_of_dropout(get_peft_model(make_tiny_model("qwen2", **options), lora))

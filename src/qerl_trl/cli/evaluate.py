@@ -1,12 +1,15 @@
-"""`qerl-trl eval`: accuracy of a model or a run on a benchmark, own data or a task."""
+"""`qerl-trl eval`: accuracy of a model or a run on a benchmark, own data or a task; `report`: a run as one HTML file."""
 
 import contextlib
 import dataclasses
+import html
+import io
 import json
 import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -238,3 +241,102 @@ def _output_file(output: Path | None, model: Path, name: str, limit: int | None)
     if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
         raise ValueError(f"{output} cannot be written. Name a file in a writable folder: --output FILE.json.")
     return output
+
+
+# --- report -----------------------------------------------------------------------------------------
+
+REPORT_NAME = "report.html"
+#: title of a curve -> (unit, pattern of the logged keys)
+_CURVES = {
+    "Rewards": ("mean of a rollout", r"reward|rewards/.*/mean"),
+    "Noise": ("sigma", r"aqn/sigma|aqn/sigma_effective"),
+    "Entropy": ("nats per token", r"entropy|rollout/entropy"),
+    "Mismatch of rollout and trainer": ("KL, nats per token", r"rollout/mismatch_kl"),
+    "Completions": ("tokens", r"completions/(mean|max)_length"),
+    "Groups without a signal, clipped completions": ("share", r"frac_reward_zero_std|completions/clipped_ratio"),
+    "Time": ("seconds per step", r"step_time|seconds/\w+"),
+    "Memory": ("peak, GiB", r"memory/peak_gib"),
+}
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}figure{display:inline-block;"
+    "margin:.5rem 0;width:48%;min-width:20rem}svg{width:100%;height:auto}td,th{border-bottom:1px solid #ccc;"
+    "padding:.3rem .6rem;text-align:left;vertical-align:top}pre{white-space:pre-wrap;margin:0}"
+)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or of a checkpoint.")],
+    output: Annotated[Path | None, typer.Option(help="Default: report.html in the folder.")] = None,
+    completions: Annotated[int, typer.Option(min=0, help="Sampled completions to show per logged step.")] = 2,
+) -> None:
+    """Write one HTML file of a run: curves, accuracy, completions (log_completions=True) and settings."""
+    results, log = {}, []
+    if (run / RESULTS_NAME).is_file():
+        results = json.loads((run / RESULTS_NAME).read_text())
+        log = results["log_history"]
+    elif state := max(run.glob("**/trainer_state.json"), key=os.path.getmtime, default=None):
+        log = json.loads(state.read_text())["log_history"]
+    if not log:
+        raise ValueError(f"{run} has neither {RESULTS_NAME} nor trainer_state.json. Pass the folder of a run.")
+    parts = [f"<h1>{html.escape(results.get('task') or run.name)}</h1>"]
+    for name in ("before", "after"):
+        if shown := results.get(name):
+            low, high = shown["interval95"]
+            accuracy = f"{100 * shown['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] of {shown['total']}"
+            parts.append(f"<p>Held-out accuracy {name} training: {accuracy}</p>")
+    parts += [f"<figure>{curve}</figure>" for curve in _curves(log)]
+    parts += _sampled(run, completions)
+    for title, rows in (("Settings", results.get("settings", {})), ("Versions", results.get("versions", {}))):
+        lines = (f"<tr><th>{html.escape(name)}<td>{html.escape(str(value))}" for name, value in rows.items())
+        parts.append(f"<h2>{title}</h2><table>{''.join(lines)}</table>" if rows else "")
+    parts.append(f"<h2>Command</h2><pre>{html.escape(results.get('command', ''))}</pre>")
+    file = output or run / REPORT_NAME
+    head = f"<!doctype html><meta charset=utf-8><title>{html.escape(run.name)}</title><style>{_STYLE}</style>"
+    file.write_text(head + "\n".join(parts))
+    print_result({"report": str(file)}, False, [f"written: {file}"])
+
+
+def _curves(log: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield an SVG for each group of logged values."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("report draws with matplotlib, which is missing: pip install matplotlib") from error
+    for title, (unit, pattern) in _CURVES.items():
+        keys = sorted({key for entry in log for key in entry if re.fullmatch(pattern, key)})
+        if keys == ["reward", *keys[1:]] and len(keys) == 2:
+            keys = keys[1:]  # the total of one reward is drawn once
+        figure, drawn = Figure(figsize=(6, 3), layout="constrained"), 0
+        axes = figure.add_subplot(xlabel="step", ylabel=unit, title=title)
+        for key in keys:
+            points = [(entry["step"], entry[key]) for entry in log if entry.get(key) is not None and "step" in entry]
+            drawn += len(points)
+            axes.plot(*zip(*points, strict=True), label=key, marker="." if len(points) < 30 else "")
+        if drawn:
+            axes.legend(fontsize="small")
+            axes.grid(alpha=0.3)
+            text = io.StringIO()
+            figure.savefig(text, format="svg")
+            yield text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+
+
+def _text(value: Any) -> str:
+    """Return a text, or the last message of a conversation."""
+    return value if isinstance(value, str) else str(value[-1]["content"])
+
+
+def _sampled(run: Path, count: int) -> list[str]:
+    """Return a table of TRL's logged completions: the best and the worst ones of each step."""
+    if not count or not (files := sorted((run / "completions").glob("*.parquet"))):
+        return []
+    import pandas
+
+    rows = []
+    for file in files:
+        table = pandas.read_parquet(file)
+        table = table.sort_values("advantage" if "advantage" in table else "step", ascending=False)
+        for row in pandas.concat([table.head(count - count // 2), table.tail(count // 2)]).to_dict("records"):
+            scores = ", ".join(f"{name} {row[name]:.3g}" for name in row if isinstance(row[name], float))
+            cells = "".join(f"<pre>{html.escape(_text(row[name]))}</pre><td>" for name in ("prompt", "completion"))
+            rows.append(f"<tr><td>{row.get('step', '')}<td>{cells}{scores}")
+    return ["<h2>Completions</h2><table><tr><th>step<th>prompt<th>completion<th>scores", *rows, "</table>"]

@@ -56,6 +56,7 @@ _TO_THE_EXAMPLE = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(context_settings=_TO_THE_EXAMPLE)(train.train)
 app.command(cls=train.SpreadCommand, context_settings=_TO_THE_EXAMPLE)(train.arms)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(evaluate.report)
 app.command()(plan.plan)
 app.command()(plan.tune)
 
