@@ -1,4 +1,4 @@
-"""`qerl-trl eval`: accuracy of a model or a run on a benchmark, own data or a task; `report`: a run as one HTML file."""
+"""`qerl-trl eval`: accuracy of a model or run on a benchmark, own data or a task; `report`: a run as one HTML file."""
 
 import contextlib
 import dataclasses

@@ -5,7 +5,9 @@ import logging
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,20 +34,31 @@ logger = logging.getLogger(__name__)
 
 
 class CompactProgress(ProgressCallback):
-    """The usual progress bar with a few key numbers instead of a printed dictionary; in a log, a line per step."""
+    """The usual progress bar with a few key numbers instead of a printed dictionary; in a log, a line per rollout."""
 
     def __init__(self, reward: str) -> None:
         super().__init__()
-        named = {f"rewards/{reward}/mean": reward.removesuffix("_reward")}
+        named = {"reward": "reward", f"rewards/{reward}/mean": reward.removesuffix("_reward")}
         self._shown = {**named, "entropy": "entropy", "aqn/sigma": "sigma"}
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self._began, self._last = (time.monotonic(), state.global_step), (time.monotonic(), 0.0)
+
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and self.training_bar is not None and logs is not None:
-            shown = {short: f"{logs[key]:.3g}" for key, short in self._shown.items() if logs.get(key) is not None}
-            self.training_bar.set_postfix(shown)
-            if shown and not sys.stderr.isatty():  # in a log the bar is one long line
-                figures = ", ".join(f"{name} {value}" for name, value in shown.items())
-                self.training_bar.write(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
+        if not state.is_world_process_zero or self.training_bar is None or logs is None or "reward" not in logs:
+            return
+        shown = {short: f"{logs[key]:.3g}" for key, short in self._shown.items() if logs.get(key) is not None}
+        now, tokens = time.monotonic(), logs.get("num_tokens", 0.0)
+        if self._last[1]:
+            shown["tokens/s"] = f"{(tokens - self._last[1]) / (now - self._last[0]):.0f}"
+        self._last = now, tokens
+        self.training_bar.set_postfix(shown)
+        if not sys.stderr.isatty():  # in a log the bar is one long line
+            each = (now - self._began[0]) / max(1, state.global_step - self._began[1])
+            left = str(timedelta(seconds=round(each * (state.max_steps - state.global_step))))
+            figures = ", ".join(f"{name} {value}" for name, value in (shown | {"left": left}).items())
+            self.training_bar.write(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
 
 
 class _Calls(TrainerCallback):
