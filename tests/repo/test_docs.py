@@ -49,8 +49,7 @@ def test_every_link_leads_somewhere(page):
 
 def test_it_builds(tmp_path):
     command = [sys.executable, "-c", "from doc_builder.commands.doc_builder_cli import main; main()"]
-    command += ["build", "qerl_trl", str(DOCS), "--build_dir", str(tmp_path), "--version", "main"]
-    command += ["--repo_owner", "qerl-trl"]
+    command += f"build qerl_trl {DOCS} --build_dir {tmp_path} --version main --repo_owner qerl-trl".split()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     built = {path.stem for path in tmp_path.rglob("*.mdx")}
