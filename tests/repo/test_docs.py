@@ -85,15 +85,12 @@ def test_messages_in_troubleshooting_are_the_real_ones():
             assert part.strip() in source, message
 
 
-def metrics() -> dict[str, str]:
-    """Rows of the table of metrics by key, without TRL's own keys."""
-    logged = (DOCS / "troubleshooting.md").read_text().partition("## What is logged")[2]
-    rows = re.findall(r"^\| (`.*?)$", logged, re.MULTILINE)
-    return {key: row for row in rows for key in re.findall(r"`([^`]+)`", row.partition(" | ")[0])}
-
-
 def test_healthy_ranges_are_the_limits_of_the_guards():
-    rows, default = metrics(), {field.name: field.default for field in dataclasses.fields(QeRLConfig)}
+    default = {field.name: field.default for field in dataclasses.fields(QeRLConfig)}
+    logged = re.findall(
+        r"^\| (`.*?)$", (DOCS / "troubleshooting.md").read_text().partition("## What is l")[2], re.MULTILINE
+    )
+    rows = {key: row for row in logged for key in re.findall(r"`([^`]+)`", row.partition(" | ")[0])}
     stop, in_a_row = MismatchWatch.STOP, f"in {MismatchWatch.PERSISTENT} rollouts in a row"
     threshold = default["rollout_mismatch_threshold"]
     for words in (f"below {threshold / stop:g} without noise", f"({threshold:g})", f"1/{stop} of it", f"{stop} times"):
