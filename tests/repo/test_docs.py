@@ -87,9 +87,8 @@ def test_messages_in_troubleshooting_are_the_real_ones():
 
 def test_healthy_ranges_are_the_limits_of_the_guards():
     default = {field.name: field.default for field in dataclasses.fields(QeRLConfig)}
-    logged = re.findall(
-        r"^\| (`.*?)$", (DOCS / "troubleshooting.md").read_text().partition("## What is l")[2], re.MULTILINE
-    )
+    page = (DOCS / "troubleshooting.md").read_text().partition("## What is logged")[2]
+    logged = re.findall(r"^\| (`.*?)$", page, re.MULTILINE)
     rows = {key: row for row in logged for key in re.findall(r"`([^`]+)`", row.partition(" | ")[0])}
     stop, in_a_row = MismatchWatch.STOP, f"in {MismatchWatch.PERSISTENT} rollouts in a row"
     threshold = default["rollout_mismatch_threshold"]
