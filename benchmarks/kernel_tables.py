@@ -36,17 +36,13 @@ def kernels() -> str:
     versions = {name: record[name] for name in ("torch", "triton")}
     return "\n\n".join(
         [
-            right(["us, at tokens", *heads], times),
-            right(["times bf16's speed, at tokens", *(head for head in heads if head != "bf16")], ratios),
+            table(["us, at tokens", *heads], times, left=0),
+            table(["times bf16's speed, at tokens", *(head for head in heads if head != "bf16")], ratios, left=0),
             "Summed over the four matrices of a Qwen2.5 decoder layer; bf16 is cuBLAS's, and a ratio above 1 is "
             f"faster than it; rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
             f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}.",
         ]
     )
-
-
-def right(heads: list[str], rows: list[list[str]]) -> str:
-    return table(heads, rows, left=1).replace("|---|", "|---:|", 1)
 
 
 def humming() -> str:
@@ -58,7 +54,7 @@ def humming() -> str:
     sizes = dict.fromkeys(row["M"] for row in rows)
     versions = {name: run[name] for name in ("torch", "triton")}
     return (
-        right(["tokens", *shapes], [[str(M), *(f"{times[shape, M]:.2f}" for shape in shapes)] for M in sizes])
+        table(["tokens", *shapes], [[str(M), *(f"{times[shape, M]:.2f}" for shape in shapes)] for M in sizes], left=0)
         + f"\n\nHow many times as fast as humming-kernels {run['humming_kernels']}, by its own heuristic: without an "
         "adapter, which it has not; single launches with a cold cache, the time of launching left out. "
         f"{measured_by(KERNELS, run['device'], [run['commit']], **versions)}."
@@ -79,7 +75,8 @@ def layers_of(path: Path) -> str:
         where = f"{run['device']}, torch {run['torch']}, triton {run['triton']}, commit {run['commit'][:7]}"
         runs.setdefault(where, []).extend(run["models"])
     said = "; ".join(f"{', '.join(names)} on {where}" for where, names in runs.items())
-    return right(["tokens", *models], rows) + f"\n\n{said}; [{path.name}]({path.relative_to(ROOT)}).{other_now(record)}"
+    said = f"\n\n{said}; [{path.name}]({path.relative_to(ROOT)}).{other_now(record)}"
+    return table(["tokens", *models], rows, left=0) + said
 
 
 def other_now(record: dict[str, Any]) -> str:
@@ -106,21 +103,16 @@ def every_size() -> str:
     )
 
 
-def against_bf16() -> dict[str, list[str]]:
-    """Card -> speed of a 7B layer's products relative to cuBLAS bf16, and tokens from which bf16 is faster; for w4a16,
-    and w4a8 with FP8 units. Arithmetic of bounds.py."""
-    found, shapes = {}, tune.layer_shapes("7B").values()
+def cards_bf16() -> str:
+    """Arithmetic of bounds.py for a 7B layer by card, in w4a16, and in w4a8 with FP8 units: speed relative to bf16."""
+    rows, shapes = [], tune.layer_shapes("7B").values()
+    heads = [f"{name}, {M}" for name in ("w4a16", "w4a8") for M in (*CARD_SIZES, "bf16 faster from")]
     for card in bounds.CARDS:
-        cells = found[card.name.removeprefix("GeForce ")] = []
+        cells: list[str] = []
         w4a16 = lambda *of: bounds.priced(*of, (of[0].shared_kib - 1) * 1024)[0][0]  # noqa: E731
         for price in (w4a16, lambda *of: min(bounds.fp8_us(*of)))[: 1 + (card.capability >= (8, 9))]:
             us = {M: [sum(f(card, *NK, M) for NK in shapes) for f in (bounds.bf16_us, price)] for M in cost.SIZES}
             last = max(M for M, (bf16, ours) in us.items() if ours <= bf16)
             cells += [*(f"{us[M][0] / us[M][1]:.2f}" for M in CARD_SIZES), str(last + 1)]
-    return found
-
-
-def cards_bf16() -> str:
-    heads = [f"{name}, {M}" for name in ("w4a16", "w4a8") for M in (*CARD_SIZES, "bf16 faster from")]
-    rows = [[card, *cells, *["-"] * (len(heads) - len(cells))] for card, cells in against_bf16().items()]
+        rows.append([card.name.removeprefix("GeForce "), *cells, *["-"] * (len(heads) - len(cells))])
     return table(["card", *heads], rows).replace(f" {cost.SIZES[-1] + 1} |", " never |")

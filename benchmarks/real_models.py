@@ -309,10 +309,8 @@ class Run:
 def markdown() -> str:
     """The table of docs/source/benchmarks.md."""
     record = json.loads(OUT.read_text())
-    lines = [
-        "| model | arm | accuracy before -> after, % | reloaded merge: KL, nats | s per step | GPU memory, GiB |",
-        "|---|---|---|---:|---:|---:|",
-    ]
+    lines = ["| model | arm | accuracy before -> after, % | reloaded merge: KL, nats | s per step | GPU memory, GiB |"]
+    lines += ["|---|---|---|---:|---:|---:|"]
     for row in record["runs"]:
         name = row["model"].rpartition("/")[2]
         before, after = (f"{100 * row[when]['accuracy']:.1f}" for when in ("before", "after"))
@@ -322,8 +320,6 @@ def markdown() -> str:
         )
     runs = record["runs"]
     passed, kl = sum(row["passed"] for row in runs), max(max(row["curves"]["mismatch_kl"]) for row in runs)
-    models = sorted({row["model"] for row in runs})
-    lines += [f"| {name.rpartition('/')[2]}, the original release | all | | | | |" for name in models]
     total, steps = runs[0]["before"]["total"], runs[0]["steps"]
     return (
         "\n".join(lines)
@@ -331,9 +327,8 @@ def markdown() -> str:
         f"several runs at a time on one {record['device']}: accuracies are within each other's intervals, and seconds "
         f"are not to be compared with other tables. {passed} of {len(runs)} were merged, pushed to a stand-in Hub and "
         "loaded again by transformers and PEFT; mismatch KL between vLLM and the trainer was at most "
-        f"{kl:.4f} nats per token. The weights were dequantized from 4-bit GGUFs; the rows of the original releases "
-        f"are empty until somebody runs `{Path(__file__).name}` on them ([{OUT.name}]({OUT.relative_to(ROOT)}) has the "
-        "commands)."
+        f"{kl:.4f} nats per token. The weights were dequantized from 4-bit GGUFs; the original releases were not run "
+        f"([{OUT.name}]({OUT.relative_to(ROOT)}) has the commands)."
     )
 
 
@@ -342,16 +337,19 @@ def noise() -> str:
     lines = ["| model | setting | % of the norms' rms | KL at start | KL in rollouts | norms with over 20 % of it |"]
     lines += ["|---|---|---:|---:|---:|---|"]
     records = [json.loads(path.read_text()) for path in sorted((RESULTS / "noise_units").glob("*.json"))]
+    kls: dict[str, list[float]] = {}
     for row in sorted((row for record in records for row in record["runs"]), key=lambda row: row["model"]):
         share, expected, found = (row["curves"][key] for key in ("share", "expected_kl", "mismatch_kl"))
         figures = f"{100 * share[0]:.2g} | {expected[0]:.2g} | {sum(found) / len(found):.2g}"
         warned = " (warns)" if any("nats per token" in text for text in row["warnings"]) else ""
         units = re.findall(r"--aqn_(scale|sigma_start|target_kl) (\S+)", row["command"])
+        kls.setdefault(units[-1][0] if units[-1][0] == "target_kl" else units[0][1], []).append(sum(found) / len(found))
         named = ", ".join(f"`{norm.removeprefix('model.')}` {size} %" for size, norm in row["dominant"])
         lines.append(f"| {row['model']} | {', '.join(map(' '.join, units))}{warned} | {figures} | {named} |")
     made = "; ".join(sorted({record["device"] for record in records}))
+    spread = ", ".join(f"{max(kl) / min(kl):.3g} times with {unit}" for unit, kl in kls.items())
     how = "Nats per token, untrained policies in NVFP4, constant sigma, one to three rollouts."
-    return "\n".join(lines) + f"\n\n{how} {made}."
+    return "\n".join(lines) + f"\n\nLargest over smallest KL in rollouts: {spread}. {how} {made}."
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ UPDATE = RESULTS / "update_h200.json"
 START = RESULTS / "start_h200.json"
 STEP = RESULTS / "step_h200.json"
 SEVERAL = RESULTS / "multi_gpu_h200x2.json"
+FP8 = ("update_w4a8_h200", "learning_w4a8_h200", "fp8_h200", "demo_real", "demo_real_w4a8")
+W4A8 = [RESULTS / f"{name}.json" for name in FP8]
 #: other engines: name in the record -> name in a table
 OTHERS = {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}
 #: layouts of several GPUs: name in the record -> name in a table
@@ -206,17 +208,14 @@ def cards() -> str:
         if found:
             recipes.setdefault(found[1], []).append((path.stem, -(-int(found[2]) // int(found[3]))))
 
-    def order(recipe: tuple[str, int]) -> tuple[bool, str, int]:
-        name = recipe[0]
-        return not name.startswith("qwen"), name.split("-")[0], int(re.findall(r"(\d+)b", name)[0])
-
     rows = []
     for card, named in sorted(recipes.items(), key=lambda item: int(item[0].split()[0])):
-        links = (f"[`{name}`](examples/configs/{name}.yaml) ({count})" for name, count in sorted(named, key=order))
-        rows.append([card, ", ".join(links)])
+        named.sort(
+            key=lambda of: (not of[0].startswith("qwen"), of[0].split("-")[0], int(re.findall(r"(\d+)b", of[0])[0]))
+        )
+        rows.append([card, ", ".join(f"[`{name}`](examples/configs/{name}.yaml) ({count})" for name, count in named)])
     errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
-    which = "recipes that start there (completions of full length at a time)"
-    return table(["card", which], rows, left=2) + (
+    return table(["card", "recipes that start there (completions of full length at a time)"], rows, left=2) + (
         f"\n\nBy the memory plan, which was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured "
         "workloads](docs/source/benchmarks.md#training) on an H200. 7B also ran on an H100 as a card of 24 GiB; no "
         "other card was there."
@@ -238,9 +237,34 @@ def speed() -> str:
         f"LoRA takes {theirs:.1f} s.\n"
         f"- **Memory**: 7B with 8 completions takes {fewer:.0f} GiB, stock TRL {more:.0f}; 32B trains in "
         f"{small['measured_gib']:.0f} GiB.\n"
-        f"- **One copy** of the 4-bit weights serves trainer and vLLM; a killed run resumes bit for bit.\n\n"
+        f"- **One copy** of the 4-bit weights serves trainer and vLLM: a sync takes "
+        f"{1000 * ours['median']['sync']:.0f} ms, stock TRL's {1000 * stock['median']['sync']:.0f}.\n\n"
         f"{ours['device']}, random weights. [All tables, losses included](docs/source/benchmarks.md)."
     )
+
+
+def w4a8() -> str:
+    """Speed and learning in FP8 next to w4a16."""
+    update, learned, fp8, *demos = (json.loads(path.read_text()) for path in W4A8)
+    both, runs = {"w4a16": "", "w4a8": "-w4a8"}, learned["runs"]
+    cases = [update["cases"][f"nvfp4-compiled-fused{end}"]["seconds"] for end in both.values()]
+    passes = f"forward and backward of 7B, {update['sequences']} x {update['tokens_each']} tokens, "
+    ways = {"checkpointed": "recomputing, s", "plain": "keeping activations, s"}
+    rows = [[passes + words, *(f"{case[way]:.2f}" for case in cases)] for way, words in ways.items()]
+    whole = [steps()[f"ours-7b-64x512{end}"]["median"]["step"] for end in both.values()]
+    rows.append(["step of 7B, 64 x 512 tokens, s", *(f"{seconds:.2f}" for seconds in whole)])
+    for model in sorted({run["model"] for run in runs}):
+        of = [[run for run in runs if (run["model"], run["compute"]) == (model, kind)] for kind in both]
+        name = f"{model.rpartition('/')[2]}, gsm_symbolic, {of[0][0]['steps']} updates: "
+        ends = [", ".join(f"{100 * run['after']['accuracy']:.1f}" for run in seeds) for seeds in of]
+        kls = [max(max(run["curves"]["mismatch_kl"]) for run in seeds) for seeds in of]
+        rows += [[name + "%, by seed", *ends], [name + "largest mismatch KL, nats", *(f"{kl:.4f}" for kl in kls)]]
+    ends = [[f"{100 * demo[f'{when}_nvfp4']['accuracy']:.1f}" for when in ("untrained", "trained")] for demo in demos]
+    rows.append(["SmolLM2-135M-Instruct, `make demo-real` on a CPU, %", *map(" -> ".join, ends)])
+    cosines = [row["w4a8 from w4a16"]["cosine"] for name, row in fp8["gradients"].items() if "random" not in name]
+    links = ", ".join(f"[{path.name}]({path.relative_to(ROOT)})" for path in (STEP, *W4A8))
+    gradient = f"The adapter's gradient has a cosine of {min(cosines):.3f} to {max(cosines):.3f} with w4a16's."
+    return table([update["device"], *both], rows) + f"\n\n{gradient} Sources: {links}."
 
 
 def pictures() -> dict[str, str]:
@@ -254,11 +278,11 @@ def pictures() -> dict[str, str]:
     groups = {
         "7B, 8 x 512 tokens": [row("qerl-trl", "ours-7b-8x512"), row("TRL, bf16 LoRA", "stock-7b-8x512")],
         "7B, 64 x 512 tokens": [
-            row("qerl-trl", "ours-7b-64x512"), row("qerl-trl, 40 GiB card", "ours-7b-64x512-40gib"),
+            row("qerl-trl", "ours-7b-64x512"), row("qerl-trl, limited to 40 GiB", "ours-7b-64x512-40gib"),
             row("TRL, bf16 LoRA", "stock-7b-64x512")],
         "32B, 8 x 512 tokens": [
-            row("qerl-trl, 48 GiB card", "ours-32b-8x512-48gib"), row("qerl-trl, 26 GiB card", "ours-32b-8x512-26gib"),
-            row("TRL, bf16 LoRA", "stock-32b-8x512")],
+            row("qerl-trl, limited to 48 GiB", "ours-32b-8x512-48gib"),
+            row("qerl-trl, limited to 26 GiB", "ours-32b-8x512-26gib"), row("TRL, bf16 LoRA", "stock-32b-8x512")],
     }  # fmt: skip
     heads = ["seconds per GRPO step", "peak memory, GiB"]
     return {f"step_time{'_dark' * dark}.svg": evidence.bars_svg(groups, heads, dark) for dark in (False, True)}

@@ -33,6 +33,7 @@ ACCEPTANCE = [ROOT / f"benchmarks/results/acceptance_{device}.json" for device i
 ARMS = ("nvfp4", "nvfp4 without noise", "bf16", "bf16 with noise", "nf4", "full")
 #: field of a run's times -> description of the event
 SEEN = {"ready_s": "it was ready", "evaluated_s": "the held-out problems were answered", "trained_s": "its steps"}
+EMBEDDED_ARMS = ROOT / "benchmarks/results/embedded_arms.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
@@ -80,15 +81,11 @@ def acceptance() -> str:
         commits, device = [run["commit"] for run in record["runs"]], record["device"].partition(" x ")[0]
         notes.append(measured_by(path, device, commits, vLLM=record["versions"]["vllm"]))
     heads = ["configuration", "arm", "GPU", "card, GiB", "taken, GiB", "ready after, s", "whole run, s", ""]
-    return (
-        table(heads, rows, left=3)
-        + f"\n\nRandom weights; seconds are those of runs side by side. {'; '.join(notes)}.\n\nNot run to the end: "
-        + "; ".join(
-            f"{', '.join(names)} in {'any arm' if missing == ARMS else ', '.join(missing)}"
-            for missing, names in _missing().items()
-            if missing
-        )
-        + "."
+    arms = {missing: "any arm" if missing == ARMS else ", ".join(missing) for missing in _missing() if missing}
+    left = "; ".join(f"{', '.join(names)} in {arms[of]}" for of, names in _missing().items() if of)
+    return table(heads, rows, left=3) + (
+        f"\n\nRandom weights; seconds are those of runs side by side. {'; '.join(notes)}.\n\nNot run to the end: "
+        f"{left}."
     )
 
 
@@ -115,7 +112,8 @@ def _family_and_size(config: str | Path) -> tuple[str, float]:
 
 
 def cards() -> str:
-    planned = ", ".join(f"`{name}`" for name in _missing().get(ARMS, ()))
+    ran = speed_tables.W4A8[1].read_text()
+    planned = ", ".join(f"`{name}`" for name in _missing().get(ARMS, ()) if f"/{name}.yaml" not in ran)
     return speed_tables.cards() + (f" Planned only, not trained on a GPU by us: {planned}." if planned else "")
 
 
@@ -132,10 +130,28 @@ def demo() -> str:
     )
 
 
+def arms() -> str:
+    """The embedded model in four arms over seeds."""
+    record, rows = json.loads(EMBEDDED_ARMS.read_text()), []
+    runs, mean = sorted(record["runs"], key=lambda run: run["seed"]), statistics.mean
+    for arm in ("NVFP4 + AQN", "NVFP4", "bf16 + AQN", "bf16"):
+        of = [run for run in runs if run["arm_name"] == arm]
+        after = [100 * run["after"]["accuracy"] for run in of]
+        gain = [100 * run["difference"]["value"] for run in of]
+        sure = 100 * min(run["difference"]["interval95"][0] for run in of)
+        entropy = [mean(mean(run["curves"]["entropy"][part]) for run in of) for part in (slice(10), slice(-10, None))]
+        seeds, before = ", ".join(f"{x:.1f}" for x in after), f"{100 * of[0]['before']['accuracy']:.1f}"
+        cells = [before, f"{mean(after):.1f} ({seeds})", f"+{mean(gain):.1f}, sd {statistics.stdev(gain):.1f}"]
+        rows.append([arm, *cells, f"+{sure:.1f}", " -> ".join(f"{x:.3f}" for x in entropy)])
+    heads = ["arm", "before, %", "after: mean (seeds), %", "gain, points", "its lowest 95 % bound"]
+    return table([*heads, "entropy, first and last ten steps"], rows) + (
+        f"\n\n{runs[0]['steps']} steps, {runs[0]['after']['total']} held-out problems. "
+        f"{measured_by(EMBEDDED_ARMS, runs[0]['device'], [record['commit']], trl=runs[0]['versions']['trl'])}."
+    )
+
+
 def real_model() -> str:
     """The result of `make demo-real`."""
-    if not demos.REAL_RESULT.is_file():
-        return "No whole run is recorded yet."
     record, source = json.loads(demos.REAL_RESULT.read_text()), demos.REAL_RESULT.relative_to(ROOT)
     return (
         f"{demos.real_table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one "
@@ -146,6 +162,7 @@ def real_model() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "acceptance": acceptance,
     "architectures": architectures,
+    "arms": arms,
     "cards": cards,
     "cards_bf16": kernel_tables.cards_bf16,
     "demo": demo,
@@ -170,6 +187,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": speed_tables.step,
     "tuners": peers_tables.tuners,
     "update": speed_tables.update,
+    "w4a8": speed_tables.w4a8,
     "window": peers_tables.window,
 }
 EVIDENCE = evidence.Evidence()

@@ -67,6 +67,7 @@ def on_page_markdown(markdown, page, config, files):
         place, address = source_of(match[1])
         members = re.findall(r"- (\w+)", match[2])
         shown = f"::: {place}\n    options:\n      members: {members or 'false'}\n"
+        shown += f"      inherited_members: {members}\n" if members else ""
         return f"{shown}\n[source]({address})\n"
 
     markdown = re.sub(r"\[\[autodoc\]\] (\S+)\n((?: +- \w+\n)*)", documented, markdown + "\n")

@@ -1,4 +1,4 @@
-"""Screenshots of five pages of build/site, wide and narrow; fails on broken images, raw directives and page-wide scrolling.
+"""Screenshots of five pages of build/site, wide and narrow; fails on broken images, raw directives, page-wide scroll.
 
 python docs/screenshots.py FOLDER [--browser /usr/bin/chromium]
 """

@@ -39,7 +39,7 @@ per_triton = pytest.mark.parametrize("of", [*RECORD["tritons"], *FOLDERS], ids=l
 
 
 def test_the_record_is_of_these_sources():
-    """CARD.md and the README name Triton 3.6 to 3.9."""
+    """CARD.md and the quick start name Triton 3.6 to 3.9."""
     digests = dict.fromkeys(RECORD["tritons"], source_digest())
     assert RECORD["kernels"] == digests, "run benchmarks/compile_matrix.py again"
     assert {version.rsplit(".", 1)[0] for version in RECORD["tritons"]} >= {"3.6", "3.7", "3.8", "3.9"}

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "source"
 PAGES = sorted(DOCS.glob("*.md"))
 ids = {"ids": lambda path: path.stem}
+#: limits and settings with a unit
+DEFINED = {*(f"{n} times" for n in (3, 3.5, 10, 25)), *(f"{n} %" for n in (1, 25, 50, 80, 95)), "1800 s", "0.005 nats"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -47,8 +49,7 @@ def test_every_link_leads_somewhere(page):
 
 def test_it_builds(tmp_path):
     command = [sys.executable, "-c", "from doc_builder.commands.doc_builder_cli import main; main()"]
-    command += ["build", "qerl_trl", str(DOCS), "--build_dir", str(tmp_path), "--version", "main"]
-    command += ["--repo_owner", "qerl-trl"]
+    command += f"build qerl_trl {DOCS} --build_dir {tmp_path} --version main --repo_owner qerl-trl".split()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     built = {path.stem for path in tmp_path.rglob("*.mdx")}
@@ -56,6 +57,14 @@ def test_it_builds(tmp_path):
     api = next(tmp_path.rglob("api.mdx")).read_text()
     for name in ("QeRLGRPOTrainer", "aqn_sigma_start", "NVFP4Config", "AQNCallback"):
         assert name in api
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], **ids)
+def test_measurements_are_filled_in_by_a_script(page):
+    """A number with a unit is in a block of benchmarks/tables.py, or one of `DEFINED`."""
+    prose = re.sub(r"<!-- begin: .*?<!-- end|```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    typed = re.findall(r"\b\d[\d.,]*[ -]?(?:[mu]?s|[GMK]i?B|%|times|points?|nats|fold)(?![\w-])", prose)
+    assert set(typed) <= DEFINED
 
 
 @pytest.mark.parametrize("page", PAGES, **ids)
@@ -76,15 +85,11 @@ def test_messages_in_troubleshooting_are_the_real_ones():
             assert part.strip() in source, message
 
 
-def metrics() -> dict[str, str]:
-    """Rows of the table of metrics by key, without TRL's own keys."""
-    logged = (DOCS / "troubleshooting.md").read_text().partition("## What is logged")[2]
-    rows = re.findall(r"^\| (`.*?)$", logged, re.MULTILINE)
-    return {key: row for row in rows for key in re.findall(r"`([^`]+)`", row.partition(" | ")[0])}
-
-
 def test_healthy_ranges_are_the_limits_of_the_guards():
-    rows, default = metrics(), {field.name: field.default for field in dataclasses.fields(QeRLConfig)}
+    default = {field.name: field.default for field in dataclasses.fields(QeRLConfig)}
+    page = (DOCS / "troubleshooting.md").read_text().partition("## What is logged")[2]
+    logged = re.findall(r"^\| (`.*?)$", page, re.MULTILINE)
+    rows = {key: row for row in logged for key in re.findall(r"`([^`]+)`", row.partition(" | ")[0])}
     stop, in_a_row = MismatchWatch.STOP, f"in {MismatchWatch.PERSISTENT} rollouts in a row"
     threshold = default["rollout_mismatch_threshold"]
     for words in (f"below {threshold / stop:g} without noise", f"({threshold:g})", f"1/{stop} of it", f"{stop} times"):

@@ -20,21 +20,15 @@ from tests.repo.test_configs import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def changed(script: str) -> list[tuple[str, str]]:
-    """(TRL's line, ours) of each line below a comment with TRL's."""
-    return re.findall(r"^# TRL: (.*)\n(.*)$", script, re.MULTILINE)
+SCRIPT = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+#: TRL's line in a comment, and ours
+CHANGED = re.compile(r"^# TRL: (.*)\n(.*)\n", re.MULTILINE)
 
 
 def test_the_changed_import_is_the_diff_of_the_documentation():
     page = (ROOT / "docs/source/index.md").read_text()
     diff = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines()
-    ((theirs, ours),) = changed(blocks("python")[0])
+    ((theirs, ours),) = CHANGED.findall(SCRIPT)
     assert diff == [f"-{theirs}", f"+{ours}"] and len(README.splitlines()) <= 90
 
 
@@ -45,11 +39,7 @@ def test_the_changed_import_turns_a_trl_script_into_ours(tiny_model_dir, tiny_to
     data = Dataset.from_dict({"prompt": prompts, "solution": ["1", "2"]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
     monkeypatch.chdir(tmp_path)
-    script = blocks("python")[0]
-    stock = script
-    for theirs, ours in changed(script):
-        stock = stock.replace(ours, theirs)
-    for text, name in ((stock, "GRPOTrainer"), (script, "QeRLGRPOTrainer")):
+    for text, name in ((CHANGED.sub(r"\1\n", SCRIPT), "GRPOTrainer"), (SCRIPT, "QeRLGRPOTrainer")):
         small = text.replace("Qwen/Qwen2.5-3B-Instruct", str(local))  # the same script, small
         small = small.replace('output_dir="out"', f'output_dir="{name}", max_completion_length=4, use_cpu=True')
         namespace: dict = {}
@@ -57,7 +47,7 @@ def test_the_changed_import_turns_a_trl_script_into_ours(tiny_model_dir, tiny_to
         trainer = namespace["trainer"]
         assert type(trainer).__name__ == name
         assert trainer.state.global_step > 0
-        assert has_nvfp4(trainer.model) == (text is script)
+        assert has_nvfp4(trainer.model) == (text is SCRIPT)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda p: p.stem)
@@ -81,6 +71,5 @@ def test_every_config_parses_and_keeps_the_papers_values(path):
 
 
 def test_tables_come_from_the_committed_measurements():
-    script = ROOT / "benchmarks" / "tables.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
