@@ -88,8 +88,7 @@ def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenize
 def test_a_report_is_one_file_with_every_curve_and_completion(finished, tmp_path):
     run = shutil.copytree(finished[0], tmp_path / "run")
     log = [{"step": i, "reward": 0.5, "aqn/sigma": 0.01, "rollout/mismatch_kl": 0.1 * i} for i in (1, 2)]
-    content = json.loads((run / "results.json").read_text()) | {"log_history": log, "task": "<task>"}
-    (run / "results.json").write_text(json.dumps(content))
+    seal.write_json_atomically(run / "results.json", {"log_history": log, "task": "<task>"})
     (run / "completions").mkdir()
     row = {"step": 1, "prompt": "1+1?", "completion": [{"role": "assistant", "content": "<two>"}], "advantage": 1.0}
     Dataset.from_list([row]).to_parquet(str(run / "completions/completions_1.parquet"))

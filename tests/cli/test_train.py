@@ -126,8 +126,9 @@ def test_train_runs_the_example(monkeypatch):
         assert started.pop() == expected
     assert "fsdp2_2, fsdp2_4" in call("train", "--accelerate_config", "fsdp9")[2]
     assert "--data replaces --task" in call("train", "--reward", "r.py:f")[2]
-    code, _, err = call("train", "--config", "gpt9")
-    assert code == 2 and "embedded" in err and "Did you mean qwen3-8b" in call("train", "--config", "qwen-8b")[2]
+    assert "nope.py: there is no such file" in call("train", "--data", "user/set", "--reward", "nope.py:f")[2]
+    code, _, err = call("train", "--config", "qwen-8b")
+    assert code == 2 and "embedded" in err and "Did you mean qwen3-8b" in err
 
 
 def test_progress_of_a_quick_command_leaves_a_log_alone(capsys):

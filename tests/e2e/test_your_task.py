@@ -64,12 +64,9 @@ def run(command: str, environment: dict[str, str]) -> str:
 @pytest.mark.slow
 def test_from_nothing_to_a_published_adapter(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def train(python: str, words: list[str]) -> None:  # without a process of its own
-        monkeypatch.setattr(sys, "argv", words[1:])
-        runpy.run_path(words[1])["main"](words[2:])
-
-    monkeypatch.setattr(os, "execv", train)
+    # training in this process
+    monkeypatch.setattr(os, "execv", lambda _, words: runpy.run_path(words[1])["main"](words[2:]))
+    monkeypatch.setattr(sys, "argv", ["grpo_gsm8k.py", "--task", "words.yaml"])  # recorded for eval
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
     hub = {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
     environment = kept | hub | {"HF_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}

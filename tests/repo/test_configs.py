@@ -75,11 +75,10 @@ def shipped() -> dict[str, Any]:
     for name in [*MODELS, *sorted(ON_A_CPU - {"smollm2"})]:
         file = CONFIGS / f"{name}.yaml"
         model, work = workload_of_file(file, PROMPT)
-        shape = SHAPES[name] if name in SHAPES else shape_of(CONFIGS.parents[1] / str(model))
-        content = dataclasses.asdict(shape)
-        content["linears"] = [[*size, layers] for size, layers in Counter(shape.linears).items()]
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        found[name] = {"sha256": digest, "shape": content, "work": dataclasses.asdict(work)}
+        shape = SHAPES.get(name) or shape_of(CONFIGS.parents[1] / str(model))
+        linears = [[*size, layers] for size, layers in Counter(shape.linears).items()]
+        found[name] = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "work": dataclasses.asdict(work)}
+        found[name]["shape"] = dataclasses.asdict(shape) | {"linears": linears}
     return found
 
 

@@ -26,16 +26,14 @@ def test_public_names_are_sorted_and_resolve():
 
 def test_the_wheel_plans_and_trains_in_an_empty_folder(tmp_path):
     """It has the recipes, tasks, embedded model and shapes."""
-    site, empty, python = tmp_path / "site", tmp_path / "empty", sys.executable
-    pip = [python, "-m", "pip", "-q", "--disable-pip-version-check"]
+    site, pip = tmp_path / "site", [sys.executable, "-m", "pip", "-q"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT], check=True)
     subprocess.run([*pip, "install", "--no-deps", "--target", site, *tmp_path.glob("*.whl")], check=True)
-    empty.mkdir()
-    options = ["--max_steps", "1", "--eval_problems", "4", "--per_device_train_batch_size", "16"]
+    options = "--max_steps 1 --eval_problems 4 --per_device_train_batch_size 16".split()
     for words in (["plan", "--config", "qwen3-8b"], ["train", "--config", "embedded", *options]):
         environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-        subprocess.run([python, site / "bin/qerl-trl", *words], check=True, cwd=empty, env=environment)
-    assert (empty / "runs/embedded/adapter_model.safetensors").is_file()
+        subprocess.run([sys.executable, site / "bin/qerl-trl", *words], check=True, cwd=tmp_path, env=environment)
+    assert (tmp_path / "runs/embedded/adapter_model.safetensors").is_file()
 
 
 def test_every_import_is_of_a_declared_dependency():
