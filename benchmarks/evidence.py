@@ -358,7 +358,7 @@ def lines_svg(series: dict[str, list[tuple[float, float]]], x_title: str, y_titl
                 f"{right * i / 4:,.0f}" if right > 99 else f"{right * i / 4:.1f}",
                 'text-anchor="middle"',
             ),
-            text_svg(left - 6, y + 4, f"{top * i / 4:.2g}", 'text-anchor="end"'),
+            text_svg(left - 6, y + 4, f"{top * i / 4:,.0f}" if top > 99 else f"{top * i / 4:.2g}", 'text-anchor="end"'),
             f'<path d="M{left:.1f} {y:.1f}H{WIDTH - 150}" stroke="#ddd"/>',
         ]
     for i, (name, points) in enumerate(series.items()):

@@ -268,8 +268,10 @@ def w4a8() -> str:
 
 
 def pictures() -> dict[str, str]:
-    """File name -> SVG of seconds and memory of whole steps, light and dark."""
-    rows = steps()
+    """File name -> SVG: seconds and memory of whole steps, light and dark; rollouts of 7B."""
+    rows, speed = steps(), json.loads(ROLLOUT.read_text())["tokens_per_s"]
+    names = {"ours:7b": "qerl-trl", "stock-merged:7b": "merged bf16", "stock-lora:7b": "bf16, LoRA slots"}
+    lines = {words: [(float(count), value) for count, value in speed[name].items()] for name, words in names.items()}
 
     def row(shown: str, name: str) -> tuple[str, float | None, float | None]:
         found = rows.get(name)
@@ -285,7 +287,8 @@ def pictures() -> dict[str, str]:
             row("qerl-trl, limited to 26 GiB", "ours-32b-8x512-26gib"), row("TRL, bf16 LoRA", "stock-32b-8x512")],
     }  # fmt: skip
     heads = ["seconds per GRPO step", "peak memory, GiB"]
-    return {f"step_time{'_dark' * dark}.svg": evidence.bars_svg(groups, heads, dark) for dark in (False, True)}
+    found = {f"step_time{'_dark' * dark}.svg": evidence.bars_svg(groups, heads, dark) for dark in (False, True)}
+    return found | {"rollout_speed.svg": evidence.lines_svg(lines, "sequences", "tokens per second, 7B, H200")}
 
 
 def multi_gpu() -> str:

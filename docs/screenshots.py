@@ -13,7 +13,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 SITE = Path(__file__).resolve().parents[1] / "build/site"
-PAGES = ("", "quickstart/", "fit_and_speed/", "options/", "api/")
+PAGES = ("", "quickstart/", "rollout/", "options/", "api/")
 WIDTHS = (1280, 390)
 BROKEN = "() => [...document.images].filter(i => !i.naturalWidth).map(i => i.src)"
 WIDER = "() => document.documentElement.scrollWidth > document.documentElement.clientWidth"
