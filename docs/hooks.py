@@ -1,7 +1,7 @@
 """Hooks of MkDocs: navigation of _toctree.yml, API of `[[autodoc]]` lines, the page of options, and llms.txt."""
 
-import ast
 import re
+import sys
 from pathlib import Path
 
 import yaml
@@ -9,9 +9,11 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
+sys.path.insert(0, str(SOURCE))
+
+from qerl_trl.support.recipes import documented_options  # noqa: E402
+
 GITHUB = "https://github.com/qerl-trl/qerl-trl"
-#: an argument in a docstring of Hugging Face's form: name (`type`, ...): description, indented
-_ARGUMENT = re.compile(r"^    (\w+) \((.*?)\):\n((?:        .*\n|\n)+)", re.MULTILINE)
 
 
 def on_config(config):
@@ -27,26 +29,14 @@ def on_files(files, config):
     return files
 
 
-def docstring_of(name: str) -> str:
-    tree = ast.parse((SOURCE / "qerl_trl/config.py").read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    return ast.get_docstring(found) or ""
-
-
 def options() -> str:
-    """The options of QeRLConfig by group, from the docstrings of src/qerl_trl/config.py."""
+    """The options of QeRLConfig by group."""
     lines = ["# Options", "", "Fields of `QeRLConfig` beyond those of TRL's [`GRPOConfig`]"]
     lines[-1] += "(https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), in YAML and on the command line.\n"
-    for text in (docstring_of("QeRLArguments"), docstring_of("QeRLConfig")):
-        for group in re.split(r"^    > ", text + "\n", flags=re.MULTILINE):
-            arguments = _ARGUMENT.findall(group)
-            if arguments:
-                title = group.partition("\n")[0] if not group.startswith(text[:20]) else "Further"
-                lines += [f"## {title}", "", "| option | type and default | |", "|---|---|---|"]
-            for name, kind, what in arguments:
-                kind = kind.replace("*optional*, ", "").replace("|", "\\|")
-                lines.append(f"| `{name}` | {kind} | {' '.join(what.split()).replace('|', chr(92) + '|')} |")
-            lines.append("")
+    for group, rows in documented_options().items():
+        lines += [f"## {group}", "", "| option | type and default | |", "|---|---|---|"]
+        lines += [f"| `{name}` | {kind} | {what} |".replace(" | None", " or None") for name, kind, what in rows]
+        lines.append("")
     return "\n".join(lines)
 
 

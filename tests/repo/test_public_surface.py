@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 import qerl_trl
 from qerl_trl.cli.main import app
+from qerl_trl.support.recipes import documented_options
 
 FROZEN = json.loads(Path(__file__).with_name("public_surface.json").read_text())
 
@@ -25,4 +26,5 @@ def test_names():
 def test_fields_of_the_configuration():
     stock = {field.name for field in dataclasses.fields(GRPOConfig)}
     own = {f.name: repr(f.default) for f in dataclasses.fields(qerl_trl.QeRLConfig) if f.name not in stock}
-    assert own == FROZEN["fields"]
+    described = {name for rows in documented_options().values() for name, *_ in rows}
+    assert own == FROZEN["fields"] and own.keys() <= described

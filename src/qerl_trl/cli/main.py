@@ -53,7 +53,7 @@ app.command()(make.quantize)
 app.command()(make.merge)
 app.command()(make.push)
 _TO_THE_EXAMPLE = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command(context_settings=_TO_THE_EXAMPLE)(train.train)
+app.command(cls=train.TrainCommand, context_settings=_TO_THE_EXAMPLE)(train.train)
 app.command(cls=train.SpreadCommand, context_settings=_TO_THE_EXAMPLE)(train.arms)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(evaluate.report)

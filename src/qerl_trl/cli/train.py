@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from ..support.recipes import accelerate_file, config_file, examples_folder, task_file
+from ..support.recipes import accelerate_file, config_file, documented_options, examples_folder, task_file
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the destination, once all is written.")]
@@ -110,6 +110,17 @@ def example_command(
     if num_processes is not None and len(launcher) > 1:
         launcher += ["--num_processes", str(num_processes)]
     return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
+
+
+class TrainCommand(TyperCommand):
+    """Lists QeRL's options by group below its own."""
+
+    def format_epilog(self, ctx, formatter) -> None:
+        for group, rows in documented_options().items():
+            with formatter.section(group):
+                formatter.write_dl([(f"--{name}", what.replace("`", "")) for name, _, what in rows])
+        formatter.write_paragraph()
+        formatter.write_text("And every field of TRL's GRPOConfig and ModelConfig, and of a task (examples/tasks).")
 
 
 class SpreadCommand(TyperCommand):

@@ -1,11 +1,15 @@
 """Find the package's scripts, recipes, tasks and embedded models, and read recipes and tasks."""
 
+import ast
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
+#: an argument in a docstring of Hugging Face's form: name (`type`, ...): description, indented
+_ARGUMENT = re.compile(r"^    (\w+) \((.*?)\):\n((?:        .*\n|\n)+)", re.MULTILINE)
 #: tag of `<<` in YAML
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -49,6 +53,19 @@ def meant(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean ...?" with similar names, or nothing."""
     near = difflib.get_close_matches(name, list(known), 3, 0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def documented_options() -> dict[str, list[tuple[str, str, str]]]:
+    """Return group -> (option, type and default, description) from the docstrings in config.py, not imported."""
+    tree = ast.parse((Path(__file__).resolve().parents[1] / "config.py").read_text())
+    texts = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)}
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for text in (texts["QeRLArguments"], texts["QeRLConfig"]):
+        for group in re.split(r"^    > ", f"{text}\n", flags=re.MULTILINE):
+            title = "Further" if group == text or "Parameters:" in group else group.partition("\n")[0]
+            for name, kind, what in _ARGUMENT.findall(group):
+                found.setdefault(title, []).append((name, kind.replace("*optional*, ", ""), " ".join(what.split())))
+    return found
 
 
 def parser_of(kinds: Any, **options: Any) -> Any:
