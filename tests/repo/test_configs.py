@@ -77,8 +77,8 @@ def shipped() -> dict[str, Any]:
         model, work = workload_of_file(file, PROMPT)
         shape = SHAPES.get(name) or shape_of(CONFIGS.parents[1] / str(model))
         linears = [[*size, layers] for size, layers in Counter(shape.linears).items()]
-        found[name] = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "work": dataclasses.asdict(work)}
-        found[name]["shape"] = dataclasses.asdict(shape) | {"linears": linears}
+        found[name] = {"model": model, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        found[name] |= {"shape": dataclasses.asdict(shape) | {"linears": linears}, "work": dataclasses.asdict(work)}
     return found
 
 

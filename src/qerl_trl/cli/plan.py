@@ -72,15 +72,16 @@ def plan(
         raise ValueError("--fsdp and --zero2 are two ways to share between GPUs: give one, and how many with --gpus.")
     one_gpu = Gpu.of_gib(gpu_gib or 80.0) if card in (None, "cpu") else gpu_of_card(card)
     said = [name for name in _OF_A_FILE if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    shipped = _shipped(config) if config is not None and model is None else None
-    if shipped is not None and not said and (tensor_parallel, prompt_length, gpus) == (None, 512, 1):
-        named, work = config, shipped[1]
+    plain = (tensor_parallel, prompt_length, gpus) == (None, 512, 1)
+    shipped = None if (config is None) == (model is None) else _shipped(config, model)
+    if config is not None and shipped is not None and not said and plain:
+        work = shipped[1]
     else:
         named, work = _workload(context.params, said)
-    model = model or named
-    if model is None:
+        model = model or named
+    if model is None and shipped is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
-    shape = _shape_of(model, work) if shipped is None else shipped[0]
+    shape = _shape_of(str(model), work) if shipped is None else shipped[0]
     work = work.on_a_cpu() if card == "cpu" else work
     if work.cpu and card in (None, "cpu"):
         one_gpu = Gpu.of_machine(gpu_gib)
@@ -94,20 +95,25 @@ def plan(
         raise typer.Exit(1)
 
 
-def _shipped(config: str) -> tuple["Shape", "Workload"] | None:
-    """Return the stored shape and workload of an unchanged shipped recipe, which need neither torch nor the Hub."""
+def _shipped(config: str | None, model: str | None) -> tuple["Shape", "Workload"] | None:
+    """Return the stored shape and workload of an unchanged shipped recipe, or of the one for `model`: they need neither
+    torch nor the Hub."""
     from qerl_trl.memory.delta_nets import DeltaNets
     from qerl_trl.memory.formulas import Shape
     from qerl_trl.memory.workload import Workload
 
-    file = config_file(config)
-    stored = json.loads((examples_folder() / "configs/shapes.json").read_text()).get(file.stem)
-    if stored is None or stored["sha256"] != hashlib.sha256(file.read_bytes()).hexdigest():
+    every = json.loads((examples_folder() / "configs/shapes.json").read_text())
+    if config is not None:
+        file = config_file(config)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        every = {file.stem: every[file.stem]} if every.get(file.stem, {}).get("sha256") == digest else {}
+    found = next((row for row in every.values() if model is None or row["model"] == model), None)
+    if found is None:
         return None
-    given = stored["shape"]
+    given = found["shape"]
     given["linears"] = tuple((n, k) for n, k, layers in given["linears"] for _ in range(layers))
     given["delta_nets"] = DeltaNets(**given["delta_nets"]) if given["delta_nets"] else None
-    return Shape(**given), Workload(**stored["work"])
+    return Shape(**given), Workload(**found["work"])
 
 
 def _shape_of(model: str, work: "Workload") -> "Shape":
@@ -142,10 +148,11 @@ def _shared(work: "Workload", gpus: int, fsdp: bool) -> str:
 def _workload(options: Mapping[str, Any], said: list[str]) -> tuple[str | None, "Workload"]:
     """Return (recipe's model or None, workload): of the recipe with the options in `said`, or of all options."""
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
-    from qerl_trl.tasks.script import check_recipe
 
     named, gpus, prompt_length, base_format = None, options["gpus"], options["prompt_length"], options["base_format"]
     if options["config"] is not None:
+        from qerl_trl.tasks.script import check_recipe
+
         file = config_file(options["config"])
         check_recipe(file)
         instead = {_OF_A_FILE[name]: options[name] for name in said}
