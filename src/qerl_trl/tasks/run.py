@@ -36,10 +36,11 @@ logger = logging.getLogger(__name__)
 class CompactProgress(ProgressCallback):
     """The usual progress bar with a few key numbers instead of a printed dictionary; in a log, a line per rollout."""
 
-    def __init__(self, reward: str) -> None:
+    def __init__(self, rewards: list[str]) -> None:
         super().__init__()
-        named = {"reward": "reward", f"rewards/{reward}/mean": reward.removesuffix("_reward")}
-        self._shown = {**named, "entropy": "entropy", "aqn/sigma": "sigma"}
+        named = {f"rewards/{rewards[0]}/mean": rewards[0].removesuffix("_reward")}
+        total = {"reward": "reward"} if len(rewards) > 1 else {}
+        self._shown = {**total, **named, "entropy": "entropy", "aqn/sigma": "sigma"}
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
@@ -106,7 +107,7 @@ def train_and_measure(
     """
     args, accelerator = trainer.args, trainer.accelerator
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(CompactProgress(trainer.reward_func_names[0]))
+    trainer.add_callback(CompactProgress(trainer.reward_func_names))
     measurement = Measurement(trainer, task, first(trainer.eval_dataset, eval_problems), eval_batch_size)
     trainer.add_callback(HeldOutAccuracy(measurement))
 
