@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "extras.json"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: extra -> constraints: the lock, or (with vLLM's CUDA build) the versions that ran on a GPU
-EXTRAS = dict.fromkeys(("bnb", "eval", "gguf", "reasoning-gym", "track"), "cpu.txt") | {"vllm": "gpu.txt"}
+EXTRAS = dict.fromkeys(("bnb", "eval", "gguf", "reasoning-gym", "report", "track"), "cpu.txt") | {"vllm": "gpu.txt"}
 
 
 def asked(extra: str) -> list[Requirement]:
