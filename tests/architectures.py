@@ -266,8 +266,7 @@ def cells(name: str) -> dict[str, str]:
 
 def recorded() -> dict[str, Any]:
     """The content of docs/architectures.json."""
-    record: dict[str, Any] = json.loads(RESULT.read_text())
-    return record
+    return json.loads(RESULT.read_text())
 
 
 def write(record: dict[str, Any]) -> None:

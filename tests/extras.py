@@ -45,8 +45,7 @@ def resolve(extra: str) -> dict[str, Any]:
 
 def recorded() -> dict[str, Any]:
     """The content of docs/extras.json."""
-    record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    return record
+    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
 
 def main() -> int:

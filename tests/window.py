@@ -51,8 +51,7 @@ class Outcomes:
 
 
 def recorded() -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    return record
+    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
 
 def version(package: str) -> str | None:

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import itertools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -25,10 +26,11 @@ def test_public_names_are_sorted_and_resolve():
 
 
 def test_the_wheel_plans_and_trains_in_an_empty_folder(tmp_path):
-    """It has the recipes, tasks, embedded model and shapes."""
     site, pip = tmp_path / "site", [sys.executable, "-m", "pip", "-q"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT], check=True)
     subprocess.run([*pip, "install", "--no-deps", "--target", site, *tmp_path.glob("*.whl")], check=True)
+    folders = re.findall(r'_named\(name, "(\w+)"', (ROOT / "src/qerl_trl/support/recipes.py").read_text())
+    assert folders and all((site / "qerl_trl/examples" / folder).is_dir() for folder in folders)
     options = "--max_steps 1 --eval_problems 4 --per_device_train_batch_size 16".split()
     for words in (["plan", "--config", "qwen3-8b"], ["train", "--config", "embedded", *options]):
         environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
