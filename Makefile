@@ -108,12 +108,16 @@ types: $(VENV)/.test
 hooks: $(VENV)/.test
 	$(BIN)/pre-commit install
 
-# writes constraints/cpu.txt anew, from an environment of the newest releases
 # the documentation as a site, in build/site
-docs:
-	test -x .venv-docs/bin/mkdocs || { python3 -m venv .venv-docs && .venv-docs/bin/pip install -q -r docs/requirements.txt; }
+docs: .venv-docs/.done
 	.venv-docs/bin/mkdocs build -q
 
+.venv-docs/.done: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --requirement docs/requirements.txt
+	touch $@
+
+# writes constraints/cpu.txt anew, from an environment of the newest releases
 lock:
 	rm -rf .venv-lock
 	$(MAKE) .venv-lock/.test VENV=.venv-lock LOCK=
@@ -121,4 +125,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) .venv-latest .venv-newest* .venv-oldest .venv-between .venv-zero2 .venv-lock runs
+	rm -rf $(VENV) .venv-latest .venv-newest* .venv-oldest .venv-between .venv-zero2 .venv-lock .venv-docs runs

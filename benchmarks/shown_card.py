@@ -21,8 +21,7 @@ if os.environ.get("CARD_GIB") and SCRIPT.endswith("grpo_gsm8k.py"):
     PEAK = [0]
 
     def own() -> int:
-        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(HANDLE)
-        for process in [*listed, *pynvml.nvmlDeviceGetMPSComputeRunningProcesses(HANDLE)]:
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(HANDLE):
             if process.pid == os.getpid():
                 PEAK[0] = max(PEAK[0], process.usedGpuMemory or 0)
                 return process.usedGpuMemory or 0

@@ -136,8 +136,8 @@ def start() -> str:
 
 def step() -> str:
     """Complete GRPO steps."""
-    record, rows = json.loads(STEP.read_text())["step"], []
-    measured = sorted((row for row in record if "median" in row), key=lambda row: row["name"].partition("-")[2])
+    rows = []
+    measured = sorted(steps().values(), key=lambda row: row["name"].partition("-")[2])
     for row in measured:
         who, _, workload = row["name"].partition("-")
         seconds = [f"{row['median'][name]:.{digits}f}" for name, digits in

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 sys.path.insert(0, str(SOURCE))
 
+from qerl_trl import _EXPORTS  # noqa: E402
 from qerl_trl.support.recipes import documented_options  # noqa: E402
 
 GITHUB = "https://github.com/qerl-trl/qerl-trl"
@@ -40,13 +41,10 @@ def options() -> str:
     return "\n".join(lines)
 
 
-def source_of(name: str) -> str:
-    """GitHub's address of a definition, or of its module."""
+def source_of(name: str) -> tuple[str, str]:
+    """The defining module's name of a definition, and its address on GitHub."""
     module, _, name = name.rpartition(".")
-    package = SOURCE / "qerl_trl"
-    if module == "qerl_trl":
-        exported = re.search(rf'"{name}": "([\w.]+)"', (package / "__init__.py").read_text())
-        module = f"qerl_trl.{exported[1]}" if exported else module
+    module = f"qerl_trl.{_EXPORTS[name]}" if module == "qerl_trl" else module
     file = SOURCE / f"{module.replace('.', '/')}.py"
     line = next((i for i, text in enumerate(file.read_text().splitlines(), 1) if f" {name}(" in text), 1)
     return f"{module}.{name}", f"{GITHUB}/blob/main/{file.relative_to(ROOT)}#L{line}"
@@ -61,8 +59,7 @@ def on_page_markdown(markdown, page, config, files):
         return f"{shown}\n[source]({address})\n"
 
     markdown = re.sub(r"\[\[autodoc\]\] (\S+)\n((?: +- \w+\n)*)", documented, markdown + "\n")
-    markdown = re.sub(r"\]\(\.\./\.\./([^)#\s]*)", rf"]({GITHUB}/blob/main/\1", markdown)
-    return markdown.replace("[`NVFP4Linear`]", "[`NVFP4Linear`](api.md)")
+    return re.sub(r"\]\(\.\./\.\./([^)#\s]*)", rf"]({GITHUB}/blob/main/\1", markdown)
 
 
 def on_page_content(html, page, config, files):

@@ -293,7 +293,7 @@ def report(
     file = output or run / REPORT_NAME
     head = f"<!doctype html><meta charset=utf-8><title>{html.escape(run.name)}</title><style>{_STYLE}</style>"
     file.write_text(head + "\n".join(parts))
-    print_result({"report": str(file)}, False, [f"written: {file}"])
+    print(f"written: {file}")
 
 
 def _curves(log: list[dict[str, Any]]) -> Iterator[str]:
@@ -304,7 +304,7 @@ def _curves(log: list[dict[str, Any]]) -> Iterator[str]:
         raise ImportError("report draws with matplotlib, which is missing: pip install matplotlib") from error
     for title, (unit, pattern) in _CURVES.items():
         keys = sorted({key for entry in log for key in entry if re.fullmatch(pattern, key)})
-        if keys == ["reward", *keys[1:]] and len(keys) == 2:
+        if len(keys) == 2 and keys[0] == "reward":
             keys = keys[1:]  # the total of one reward is drawn once
         figure, drawn = Figure(figsize=(6, 3), layout="constrained"), 0
         axes = figure.add_subplot(xlabel="step", ylabel=unit, title=title)
@@ -317,7 +317,7 @@ def _curves(log: list[dict[str, Any]]) -> Iterator[str]:
             axes.grid(alpha=0.3)
             text = io.StringIO()
             figure.savefig(text, format="svg")
-            yield text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+            yield text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _text(value: Any) -> str:

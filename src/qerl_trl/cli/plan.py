@@ -32,6 +32,10 @@ _OF_A_FILE = {
 }
 
 
+#: options of `plan` that leave the recipe's workload as it is
+_OUTSIDE_THE_WORKLOAD = {"config", "card", "gpu_gib", "as_json"}
+
+
 def _count(help: str, **more: Any) -> Any:
     return typer.Option(min=1, help=help, **more)
 
@@ -71,10 +75,9 @@ def plan(
     if (fsdp and zero2) or ((fsdp or zero2) and gpus == 1):
         raise ValueError("--fsdp and --zero2 are two ways to share between GPUs: give one, and how many with --gpus.")
     one_gpu = Gpu.of_gib(gpu_gib or 80.0) if card in (None, "cpu") else gpu_of_card(card)
-    said = [name for name in _OF_A_FILE if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    plain = (tensor_parallel, prompt_length, gpus) == (None, 512, 1)
+    said = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     shipped = None if (config is None) == (model is None) else _shipped(config, model)
-    if config is not None and shipped is not None and not said and plain:
+    if config is not None and shipped is not None and said <= _OUTSIDE_THE_WORKLOAD:
         work = shipped[1]
     else:
         named, work = _workload(context.params, said)
@@ -145,7 +148,7 @@ def _shared(work: "Workload", gpus: int, fsdp: bool) -> str:
     )
 
 
-def _workload(options: Mapping[str, Any], said: list[str]) -> tuple[str | None, "Workload"]:
+def _workload(options: Mapping[str, Any], said: set[str]) -> tuple[str | None, "Workload"]:
     """Return (recipe's model or None, workload): of the recipe with the options in `said`, or of all options."""
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
 
@@ -155,7 +158,7 @@ def _workload(options: Mapping[str, Any], said: list[str]) -> tuple[str | None, 
 
         file = config_file(options["config"])
         check_recipe(file)
-        instead = {_OF_A_FILE[name]: options[name] for name in said}
+        instead = {option: options[name] for name, option in _OF_A_FILE.items() if name in said}
         named, work = workload_of_file(file, prompt_length, gpus, instead)
     else:
         same = ("batch", "completion_length", "lora_rank", "optimizer", "gradient_checkpointing", "sleep")

@@ -83,7 +83,7 @@ def train(
     if (task and data) or (reward and not data):
         raise ValueError("--reward is for the problems of --data, and --data replaces --task. Pass --data FILE alone.")
     if data is not None:
-        files = [word.partition(".py:")[0] + ".py" * (".py:" in word) for word in (data, reward or "")]
+        files = [word.rpartition(":")[0] or word for word in (data, reward or "")]
         missing = [file for file in files if file.endswith((".py", ".jsonl", ".csv")) and not Path(file).is_file()]
         if missing:
             raise ValueError(f"{missing[0]}: there is no such file in {Path().resolve()}.")
