@@ -32,7 +32,7 @@ _OF_A_FILE = {
 }
 
 
-#: options of `plan` that leave the recipe's workload as it is
+#: options of `plan` that do not change the recipe's workload
 _OUTSIDE_THE_WORKLOAD = {"config", "card", "gpu_gib", "as_json"}
 
 
